@@ -1,1 +1,1 @@
-"""Benchmarks: training tasks, the emulated cluster, micro-benchmarks. Importing the package loads none of them."""
+"""Benchmarks: training tasks, the emulated cluster, micro-benchmarks. Importing the package loads no module."""

@@ -66,7 +66,7 @@ FIELDS: Mapping[str, Callable[[np.random.Generator, int], Field]] = {
 }  # fmt: skip
 
 
-def measure(settings: Settings, transport: Transport, say: Callable[[str], None]) -> list[dict[str, Any]]:
+def measure(settings: Settings, transport: Transport, print_root: Callable[[str], None]) -> list[dict[str, Any]]:
     """Measure every field with every bound; one row each. Collective."""
     rows = []
     for numel in settings.numels:
@@ -74,7 +74,7 @@ def measure(settings: Settings, transport: Transport, say: Callable[[str], None]
             field = make(np.random.default_rng([transport.group.rank, numel]), numel)
             for error in settings.errors:
                 rows.append({"field": name} | _row(field, error, settings.limit_s, transport))
-                say(f"{name}, {numel} elements, error {error:g} of the range: {rows[-1]['median_s']:.4g} s")
+                print_root(f"{name}, {numel} elements, error {error:g} of the range: {rows[-1]['median_s']:.4g} s")
     return rows
 
 

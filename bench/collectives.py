@@ -30,7 +30,7 @@ _MIN_SAMPLES = 3  # timed steps, at least, however long they are
 _MAX_SAMPLES = 1000  # timed steps, at most, however short they are
 _SLOW_FACTOR = 3.0  # times the best of a cell: a slower plan is timed once
 _SKIP_FACTOR = 20.0  # times the best prediction: a plan predicted to be slower, and longer than the limit, is left out
-_SETTLING_STEPS = 60, 200  # steps in which auto comes to its steady state, at least and at most
+_SETTLING_STEPS = 60, 200  # steps until auto is in its steady state, at least and at most
 _LONG_FACTOR = 4  # times the limit: a plan with a longer first step runs once, and auto settles no longer
 _TURNS_FACTOR = 2  # times the limit, for plans that are timed in turn
 _COMPILED_NUMEL = 1 << 12  # elements of the arrays on which kernels are compiled
@@ -52,12 +52,12 @@ def measure(
     settings: Settings,
     transport: Transport,
     model: CostModel | None,
-    say: Callable[[str], None],
+    print_root: Callable[[str], None],
     done: Callable[[list[dict[str, Any]]], None],
     device: Device = HOST,
 ) -> list[dict[str, Any]]:
     """Measure everything, cell by cell. Collective."""
-    bench = _Bench(settings, transport, model, say, device)
+    bench = _Bench(settings, transport, model, print_root, device)
     found: list[dict[str, Any]] = []
     with _without_warnings():
         for numel in settings.numels:
@@ -91,13 +91,13 @@ class _Bench:
         settings: Settings,
         transport: Transport,
         model: CostModel | None,
-        say: Callable[[str], None],
+        print_root: Callable[[str], None],
         device: Device,
     ) -> None:
         self.settings = settings
         self.transport = transport
         self.model = model
-        self.say = say
+        self.print_root = print_root
         self.device = device
         self.ranks, self.hosts = transport.group.size, transport.group.hosts
         self.residuals = Residuals(transport.group.rank)
@@ -158,11 +158,11 @@ class _Bench:
             if place > 0 and timing.expected_s is not None:
                 longest = max(_SKIP_FACTOR * min(predicted), self.settings.limit_s)
                 if timing.expected_s > longest:
-                    self.say(f"{timing.title}: not run, predicted to take {timing.expected_s:.3g} s")
+                    self.print_root(f"{timing.title}: not run, predicted to take {timing.expected_s:.3g} s")
                     continue
             best = min((other.median_s for other in [*before, *timings[:place]]), default=np.inf)
             self._time(timing, best, gradients)
-            self.say(f"{timing.title}: {timing.outcome}")
+            self.print_root(f"{timing.title}: {timing.outcome}")
 
     def _time(self, timing: TimedPlan, best: float, gradients: Gradients) -> None:
         self._compile(timing.plan)
@@ -197,7 +197,7 @@ class _Bench:
             if len(samples) >= _ENOUGH_SAMPLES and is_narrow(samples):
                 stopped = "interval"
                 break
-            # What is under way is taken to last as long as the one before.
+            # The next sample is expected to take as long as the last.
             enough = len(samples) >= _MIN_SAMPLES and sum(samples) + samples[-1] > limit
             if len(samples) >= _MAX_SAMPLES or enough:
                 stopped = "limit"
@@ -261,7 +261,7 @@ class _Bench:
         }
         for runner in runners:
             runner.close()
-        self.say(f"{timing.title}: {timing.outcome}, ran {timing.facts['chosen']}, best is {best.plan.name}")
+        self.print_root(f"{timing.title}: {timing.outcome}, ran {timing.facts['chosen']}, best is {best.plan.name}")
         return timing
 
     def _compile(self, plan: Plan) -> None:

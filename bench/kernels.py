@@ -87,7 +87,7 @@ def check_memory(settings: Settings) -> None:
 
 
 def measure(settings: Settings, device: Device = HOST) -> list[dict[str, Any]]:
-    """Measure everything in turns, so that other load on the machine affects all kernels alike.
+    """Measure everything in turns, so that other load on the machine affects all kernels equally.
 
     Each timed call follows a copy of the array, under the same conditions, and finds the same things in the caches. A
     GPU is measured twice: idle, where a call includes the host's time to launch it, and behind other work, as in a

@@ -16,7 +16,7 @@ from mpicomp.bench.measure.timings import gather
 from mpicomp.bench.tasks import Task
 from mpicomp.bench.trainer import CPU, Replica
 from torch import distributed
-from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but not said to be exported
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but not declared as exported
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel

@@ -80,7 +80,7 @@ class Compress(Kernel):
 
 @dataclass
 class Pack(Kernel):
-    """A fresh array in few bits, and what receivers will see."""
+    """A fresh array in few bits, and its decoded values."""
 
     compressor: Quantiser
     gradients: Gradients

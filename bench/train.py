@@ -32,7 +32,7 @@ from mpicomp.torch import shard_mesh
 from mpicomp.torch.updates import AUTO
 
 _MAX_START_STEPS = 5  # first steps that are not timed: they compile, agree and grow buffers
-_NOISE = 0.03  # differences below this share of a step say nothing
+_NOISE = 0.03  # differences below this share of a step are noise
 _ALWAYS = 0.95  # share of the exchanged elements from which on a plan counts as run always; the rest was explored
 
 
@@ -104,7 +104,7 @@ class Settings:
     updates: dict[str, Any] | None = None
     lr_scale: float = 1.0  # times the task's learning rate, which is tuned for dense exchange of gradients
     on_failure: str = "abort"
-    checkpoints: Checkpoints | None = None  # where the training goes on from, and what it writes; None for neither
+    checkpoints: Checkpoints | None = None  # from which training resumes, and which it writes; None for neither
     trace: str | None = None  # the file that `mpicomp.trace` writes of the steps
     shard: int = 1  # ranks to a replica, over which the model is sharded
 
@@ -129,7 +129,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Stopped:
-    """A training that was asked to stop: a checkpoint was written after so many steps."""
+    """A training that was asked to stop: a checkpoint was written after ``step`` steps."""
 
     step: int
 
@@ -174,7 +174,7 @@ def train_measured(
             return False
         # Where nothing was exchanged, ranks may not know the same: the record is an empty one.
         if record.stop or saves.is_due(step + 1, bool(record.buckets)):
-            metrics.flush()  # a run that goes on from there has all lines before it
+            metrics.flush()  # a run that resumes there has all lines before it
             saves.save(step + 1, task, replica, transport)
         if record.stop:
             stopped_at = step + 1
@@ -368,7 +368,7 @@ class _Recording:
 
 
 def _for_any_names(plan: Ran) -> Compressor:
-    """Return a plan's compressor for an array that is none of the model's: ratios of layers become one of them all."""
+    """Return the plan's compressor with one overall ratio in place of ratios per layer."""
     if not getattr(plan.compressor, "layers", None):
         return plan.compressor
     ratio = {"ratio": plan.ratio_reached} if plan.compressor.selects_by_ratio else {}
@@ -391,7 +391,7 @@ def _quality(
 
 @dataclass
 class Trained:
-    """A training that has ended: what is written of it, and what the verdict and the table need besides."""
+    """A training that has ended: its JSON object, and more for the verdict and the table."""
 
     run: RunObject
     adapts: bool  # whether compressors might change from step to step
@@ -452,7 +452,7 @@ def _late(delay: float | None, compared: bool) -> str:
     late = (
         "no delay to measure, since there is no error feedback"
         if delay is None
-        else f"delay {_steps(delay)} steps: so many steps' worth of gradient energy wait in residuals"
+        else f"delay {_steps(delay)} steps: gradient energy that waits in residuals, counted in steps"
     )
     return late if compared else f"{late}; quality was not compared with dense exchange"
 

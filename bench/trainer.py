@@ -87,7 +87,7 @@ class Replica:
 
     @property
     def overlaps(self) -> bool:
-        """Whether an exchange begins while backward goes on."""
+        """Whether an exchange begins during backward."""
         return False
 
     @property

@@ -40,19 +40,19 @@ FIELDS = 8  # numbers that a rank reports of a step
 class TrainingRow(TypedDict):
     """A row of ``bench training``."""
 
-    task: Annotated[str, "what was trained"]
+    task: Annotated[str, "name of the task"]
     ranks: Annotated[int, "that took part"]
     hosts: Annotated[int, "that they are on"]
     parameters: Annotated[int, "of the model, float32"]
     batch_size: Annotated[int, "samples of a rank in a step"]
     seed: Annotated[int, "of the model, the batches and the schemes"]
     warm_up: Annotated[int, "steps that do not count"]
-    quality_name: Annotated[str, "what `quality` is"]
-    exchange: Annotated[str, "as it was asked for"]
+    quality_name: Annotated[str, "name of `quality`"]
+    exchange: Annotated[str, "the name in `--exchange`"]
     compressor: Annotated[str | None, "name; null where none was named"]
     ratio: Annotated[float | None, "kept fraction that was asked for; null where there is none"]
-    collective: Annotated[str | None, "as it was asked for; null for `none` and for DDP"]
-    overlap: Annotated[bool, "whether it begins while backward goes on"]
+    collective: Annotated[str | None, "the one requested; null for `none` and for DDP"]
+    overlap: Annotated[bool, "whether it begins during backward"]
     ran: Annotated[str | None, "the plan that most buckets and steps ran; null for `none` and for DDP"]
     blocks: Annotated[int, "in which the steps that count were done"]
     steps: Annotated[int, "that count"]
@@ -63,7 +63,7 @@ class TrainingRow(TypedDict):
     p95_s: Annotated[float, "95 % of the samples took no longer"]
     samples_per_s: Annotated[float, "of all ranks: `batch_size ranks / median_s`"]
     forward_s: Annotated[float, "median: batch and forward"]
-    backward_s: Annotated[float, "median: backward, with what of the exchange goes on in it"]
+    backward_s: Annotated[float, "median: backward, and the part of the exchange during it"]
     after_s: Annotated[float, "median: from the end of backward to the end of the step"]
     phases_s: Annotated[
         dict[str, float] | None, "medians: `compress`, `exchange` with waiting, `decode`; null where unknown"
@@ -82,7 +82,7 @@ class TrainingRow(TypedDict):
 class Exchange:
     """The exchange that averages the gradients of a training, mpicomp's or another one's."""
 
-    name: str  # as it was asked for: unique, and the same with `INLINE` behind it for the same exchange in line
+    name: str  # the requested one: unique, and the same with `INLINE` behind it for the same exchange in line
     compressor: Compressor | None = None  # of mpicomp's; None lets it choose
     collective: str = AUTO  # of mpicomp's
 
@@ -180,7 +180,9 @@ def trainers(
         else:
             words["overlap"] = False if exchange.name.endswith(INLINE) else None
         words |= {"compressor": exchange.compressor, "collective": exchange.collective, "seed": settings.seed}
-        return MpicompReplica(task, transport, steps, device, warmup=0, **words)  # what is named is what is timed
+        return MpicompReplica(
+            task, transport, steps, device, warmup=0, **words
+        )  # the named plan is timed from the first step
 
     torch.set_num_threads(threads_of_rank(transport.cores))
     with ExitStack() as stack:
@@ -214,7 +216,7 @@ class Trained:
     steps: NDArray[np.float64]
     link_bytes: float | None  # bytes that left a host in a step, as its kernel counts them; None outside a lab
     ran: str | None  # the plan that most steps ran
-    overlaps: bool  # whether the exchange began while backward went on
+    overlaps: bool  # whether the exchange began during backward
     equal: bool  # whether all ranks ended with the same parameters, bit for bit
     quality: float | None  # on held-out data; None where they did not
 
@@ -225,11 +227,11 @@ class Trained:
 
 
 def train_in_turn(
-    made: Sequence[Trainer], task: "Task", settings: Settings, transport: Transport, say: Callable[[str], None]
+    made: Sequence[Trainer], task: "Task", settings: Settings, transport: Transport, print_root: Callable[[str], None]
 ) -> list[Trained]:
     """Train with every exchange, block by block, another one first each round. Collective."""
     for trainer in made:
-        say(f"warming up: {trainer.exchange.name}")
+        print_root(f"warming up: {trainer.exchange.name}")
         trainer.block(settings.warm_up)
         gather(np.zeros(1), transport)
     blocks: dict[str, list[NDArray[np.float64]]] = {trainer.exchange.name: [] for trainer in made}
@@ -244,7 +246,7 @@ def train_in_turn(
             blocks[name].append(slowest(gather(block, transport)))
             link_bytes[name] += _sent_by_host() - before
         done = (f"{name} {np.median(taken[-1][:, SECONDS]):.3g} s" for name, taken in blocks.items())
-        say(f"round {turn + 1} of {settings.blocks}: {', '.join(done)}")
+        print_root(f"round {turn + 1} of {settings.blocks}: {', '.join(done)}")
     trained = []
     for trainer in made:
         name, replica = trainer.exchange.name, trainer.replica

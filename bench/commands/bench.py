@@ -1,6 +1,6 @@
-"""``mpicomp bench WHAT``: micro-benchmarks.
+"""``mpicomp bench NAME``: micro-benchmarks.
 
-Each is a module of this package named ``bench_WHAT`` that looks like a command's: ``HELP``, ``add_arguments`` and
+Each is a module of this package named ``bench_NAME`` that looks like a command's: ``HELP``, ``add_arguments`` and
 ``run``.
 """
 
@@ -17,7 +17,7 @@ BENCHMARKS = ("kernels", "collectives", "training")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the benchmarks and their options."""
-    benchmarks = parser.add_subparsers(title="benchmarks", metavar="WHAT", required=True)
+    benchmarks = parser.add_subparsers(title="benchmarks", metavar="NAME", required=True)
     for name in BENCHMARKS:
         module: Any = importlib.import_module(f"{__package__}.bench_{name}")
         subparser = benchmarks.add_parser(name, help=module.HELP, description=module.HELP)

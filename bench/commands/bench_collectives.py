@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     parser.description = (
         f"{HELP[0].upper()}{HELP[1:]}. Start it with mpiexec or srun, or on an emulated cluster with mpicomp lab run. "
-        "Dense exchanges are measured in any case: they are what speed-ups are over."
+        "Dense exchanges are measured in any case: speed-ups are over them."
     )
     parser.add_argument("--numel", metavar="N[,..]", help=f"float32 elements ({_NUMELS})")
     parser.add_argument(
@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--error",
         metavar="E[,..]",
-        help="time mpicomp.allreduce(array, error=) instead, with a bound of so many times the range of a smooth "
+        help="time mpicomp.allreduce(array, error=) instead, with a bound of E times the range of a smooth "
         "field, a turbulent one, noise and gradients, in turn with a dense ring and the library's Allreduce",
     )
     parser.add_argument(
@@ -116,7 +116,7 @@ def run(arguments: argparse.Namespace) -> int:
         printer = _Printer(arguments, transport, name)
         settings = Settings(numels, compressors, collectives, auto, arguments.limit)
         printer.head(settings)
-        found = measure(settings, transport, model, printer.say, printer.write, device)
+        found = measure(settings, transport, model, printer.print_root, printer.write, device)
     finally:
         transport.close()
     return printer.end(found)
@@ -151,7 +151,7 @@ def _measure_bounds(
     from mpicomp.bench.measure import results
 
     printer = _Printer(arguments, transport, "cpu")
-    found = measure(Settings(numels, errors, arguments.limit), transport, printer.say)
+    found = measure(Settings(numels, errors, arguments.limit), transport, printer.print_root)
     printer.write(found)
     if printer.first:
         print()
@@ -218,7 +218,7 @@ class _Printer:
         self.job = results.job_environment(ranks, hosts, transport.group.sharing)
         self.where = f"{count(ranks, 'rank')} on {count(hosts, 'host')}"
 
-    def say(self, text: str) -> None:
+    def print_root(self, text: str) -> None:
         """Print a comment line on rank 0; programs that read OSU's format skip such lines."""
         if self.first:
             print(f"# {text}", flush=True)
@@ -231,20 +231,20 @@ class _Printer:
         from mpicomp.errors import IncompatiblePairError
 
         job = self.job
-        self.say(f"mpicomp {_COMMAND}: {self.where}, {job['mpi']} {job['mpi_version']}".rstrip())
+        self.print_root(f"mpicomp {_COMMAND}: {self.where}, {job['mpi']} {job['mpi_version']}".rstrip())
         if self.device != "cpu":
-            self.say(f"gradients are in the memory of GPUs; rank 0 has one {self.device}")
+            self.print_root(f"gradients are in the memory of GPUs; rank 0 has one {self.device}")
         if job["oversubscribed"]:
-            self.say("more ranks than cores: seconds of computation, and what waits for it, are not a cluster's")
+            self.print_root("more ranks than cores: seconds of computation, and of waiting for it, are not a cluster's")
         resolution, overhead = clock()
-        self.say(f"clock: resolution {1e9 * resolution:.0f} ns, timing nothing takes {1e9 * overhead:.0f} ns")
-        self.say("a sample is the slowest rank's time of one exchange, which all ranks begin at once")
+        self.print_root(f"clock: resolution {1e9 * resolution:.0f} ns, timing nothing takes {1e9 * overhead:.0f} ns")
+        self.print_root("a sample is the slowest rank's time of one exchange, which all ranks begin at once")
         for compressor in settings.compressors:
             for name in settings.collectives or ():
                 try:
                     bind(compressor, name)
                 except IncompatiblePairError as error:
-                    self.say(f"left out: {error}")
+                    self.print_root(f"left out: {error}")
 
     def write(self, found: Sequence[Mapping[str, Any]]) -> None:
         """Write the rows so far."""

@@ -27,7 +27,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="A[,..]",
         help="names from `mpicomp list`, or configurations as JSON (all that select or pack)",
     )
-    parser.add_argument("--repeats", type=int, default=20, metavar="K", help="of what is not slow (%(default)s)")
+    parser.add_argument(
+        "--repeats", type=int, default=20, metavar="K", help="of kernels that are not slow (%(default)s)"
+    )
     add_device(parser, "where arrays are")
     parser.add_argument("--json", metavar="F", help="write the rows to F as one JSON object")
     parser.set_defaults(alone=True)

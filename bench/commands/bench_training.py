@@ -31,9 +31,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--exchange",
         default=_EXCHANGES,
         metavar="X[,..]",
-        help="none; a compressor, or auto for what mpicomp chooses without one named, each with a collective behind a "
+        help="none; a compressor, or auto for mpicomp's own choice, each with a collective behind a "
         "colon where it is not auto, with -inline where it is to wait for backward, and with updates: before it to "
-        "exchange updates in place of gradients; muon for what mpicomp train has by this name; ddp, ddp-fp16 and "
+        "exchange updates in place of gradients; muon as in mpicomp train; ddp, ddp-fp16 and "
         "ddp-powersgd for PyTorch's over gloo; torchft-diloco for torchft's, which exchanges updates (%(default)s)",
     )
     parser.add_argument(
@@ -88,18 +88,20 @@ def run(arguments: argparse.Namespace) -> int:
     name = "cpu" if arguments.device == "cpu" else devices.torch_name(device)
     job = results.job_environment(group.size, hosts, group.sharing)
 
-    def say(text: str) -> None:
+    def print_root(text: str) -> None:
         if group.rank == 0:
             print(f"# {text}", flush=True)
 
-    say(f"mpicomp {_COMMAND}: {task.name} on {group.size} ranks and {hosts} hosts, {job['mpi']} {job['mpi_version']}")
+    print_root(
+        f"mpicomp {_COMMAND}: {task.name} on {group.size} ranks and {hosts} hosts, {job['mpi']} {job['mpi_version']}"
+    )
     if job["oversubscribed"]:
-        say("more ranks than cores: what the processor does, forward and backward, takes longer than on a cluster")
+        print_root("more ranks than cores: forward and backward take longer than on a cluster")
     if name != "cpu":
-        say(f"models are in the memory of GPUs; rank 0 has one {name}")
+        print_root(f"models are in the memory of GPUs; rank 0 has one {name}")
     settings = Settings(steps, blocks, warm_up, every, arguments.seed)
     with trainers(exchanges, task, settings, transport, device) as made:
-        trained = train_in_turn(made, task, settings, transport, say)
+        trained = train_in_turn(made, task, settings, transport, print_root)
         numel = made[0].replica.numel
     transport.close()
     wrong = [training.exchange.name for training in trained if training.is_wrong]
@@ -155,7 +157,7 @@ def _exchange(word: str, ratio: float) -> "Exchange":
         return Exchange(word, compressor)
     if collective != AUTO:
         policy = get_policy("auto" if compressor is None else "static")
-        policy.configure(UserSettings(compressor, collective))  # what does not fit is refused here
+        policy.configure(UserSettings(compressor, collective))  # a pair that does not fit is refused here
     return Exchange(word, compressor, collective)
 
 

@@ -17,8 +17,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         epilog="""\
 Links are the same in both directions; latency is one way, and between hosts with different links it is the
 mean of the two. The way through the emulation itself adds about 20 us. On two cores, 4 hosts at 1 Gbit/s come
-within 15 % of what the links allow, and 2.5 Gbit/s within 30 %; beyond 10 Gbit/s for all hosts together the
-processor is the limit, and a warning says so. On a machine that others use as well, put nice -n -15 before it.
+within 15 % of the links' rate, and 2.5 Gbit/s within 30 %; beyond 10 Gbit/s for all hosts together the
+processor is the limit, and a warning is printed. On a machine that others use as well, put nice -n -15 before it.
 
 examples:
   mpicomp lab run --hosts 4 --bandwidth 1gbit --latency 50us -- python train.py
@@ -50,7 +50,7 @@ examples:
         "--loss", default="0%", metavar="P%", help="percentage of packets that get lost, of 1,500 bytes then (0%%)"
     )
     run_parser.add_argument("--seed", type=int, default=0, metavar="K", help="of which packets these are (0)")
-    run_parser.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="what each rank runs")
+    run_parser.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="command of each rank")
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -19,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Write the report, and say where it is."""
+    """Write the report, and print its path."""
     from mpicomp.cli.options import check_drawing, check_writable
 
     check_writable("report", arguments.output)

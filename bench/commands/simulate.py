@@ -32,7 +32,7 @@ class SimulatedRow(TypedDict):
     collective: Annotated[str, "the one that was named, or the fastest that delivers all that was selected"]
     step_s: Annotated[float, "a step: computing, and then the exchange of one bucket"]
     exchange_s: Annotated[float, "the exchange: rounds and kernels"]
-    kernels_s: Annotated[float, "of it, what a rank computes: selection, coding, sums; measured on this machine"]
+    kernels_s: Annotated[float, "of it, a rank's computation: selection, coding, sums; measured on this machine"]
     wire_bytes: Annotated[float, "that leave a host in a step, mean over hosts (over some of many)"]
     speedup: Annotated[float, "seconds of a step with the fastest dense exchange over `step_s`"]
     efficiency: Annotated[float, "seconds of a step without any exchange over `step_s`"]
@@ -45,7 +45,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--hosts", default="2,4,8,16,32,64", metavar="N[,..]", help="with a rank each (%(default)s)")
     parser.add_argument("--bandwidth", default="10gbit", metavar="B", help="of a host's link (%(default)s)")
     parser.add_argument("--latency", default="50us", metavar="L", help="of a message between hosts (%(default)s)")
-    parser.add_argument("--from", dest="run", metavar="F", help="parameters and seconds of what `train --json F` wrote")
+    parser.add_argument(
+        "--from", dest="run", metavar="F", help="parameters and seconds of the run that `train --json F` wrote"
+    )
     parser.add_argument("--parameters", type=int, metavar="P", help="elements of the model, float32")
     parser.add_argument("--step-seconds", type=float, metavar="S", help="of a step without any exchange")
     parser.add_argument(

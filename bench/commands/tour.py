@@ -1,4 +1,4 @@
-"""``mpicomp tour``: three trainings on an emulated slow network, and what they took."""
+"""``mpicomp tour``: three trainings on an emulated slow network, and their seconds, bytes and loss."""
 
 import argparse
 import os
@@ -15,8 +15,8 @@ _MIN_STEPS = 10
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     parser.description = (
-        f"Train a small GPT on {HOSTS} emulated hosts with links of {BANDWIDTH}, by dense exchange, by what mpicomp "
-        "chooses and by LocalMuon, and compare seconds, bytes and loss. Needs neither root nor a network."
+        f"Train a small GPT on {HOSTS} emulated hosts with links of {BANDWIDTH}, by dense exchange, by mpicomp's "
+        "choice and by LocalMuon, and compare seconds, bytes and loss. Needs neither root nor a network."
     )
     parser.add_argument("--task", default="text-gpt", help="as in mpicomp train (%(default)s)")
     parser.add_argument("--steps", type=int, default=60, metavar="S", help="of each training (%(default)s)")
@@ -41,8 +41,8 @@ def run(arguments: argparse.Namespace) -> int:
     words = [arguments.task, str(arguments.steps), os.path.abspath(arguments.report)]
     command = [sys.executable, "-m", "mpicomp.bench.commands.tour_ranks", *words]
     print(
-        f"{arguments.task} on {HOSTS} hosts with links of {BANDWIDTH}, three times: by dense exchange, by what mpicomp "
-        "chooses (auto), and by LocalMuon",
+        f"{arguments.task} on {HOSTS} hosts with links of {BANDWIDTH}, three times: by dense exchange, by mpicomp's "
+        "choice (auto), and by LocalMuon",
         flush=True,
     )
     try:

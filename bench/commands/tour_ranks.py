@@ -1,4 +1,4 @@
-"""The trainings of ``mpicomp tour`` on one rank: dense exchange, what mpicomp chooses, and LocalMuon, with three bars.
+"""The trainings of ``mpicomp tour`` on one rank: dense exchange, mpicomp's choice, and LocalMuon, with three bars.
 
 A program of the ranks' that `mpicomp.bench.commands.tour` starts on four hosts, real to MPI or simulated.
 """
@@ -103,12 +103,12 @@ def _row(visible: bool, bars: Any, name: str) -> Any:
             yield
 
         def _text(self, loss: float, seconds: float, record: Any) -> str:
-            # The table alone has seconds: those of compiling, which come first, are in none of its rows.
+            # Seconds are in the table only: its rows leave out the compilation of the first steps.
             self.wire_bytes += record.wire_bytes
             return f"loss {loss:.2f}  {self.wire_bytes / 1e6:,.1f} MB"
 
         def evaluating(self) -> None:
-            """Say nothing: the next training begins."""
+            """Print nothing: the next training begins."""
 
     return Row(visible)
 
@@ -153,7 +153,7 @@ def _show(finished: list[tuple[str, Any, str]], report: str, is_simulated: bool)
     Console().print(table)
     print(f"\nTo that {what} {'; '.join(parts)}.", flush=True)
     draw_report(runs, report)
-    print(f"Curves, phases and what was chosen: {report}", flush=True)
+    print(f"Curves, phases and chosen plans: {report}", flush=True)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from mpicomp.mpi import Transport
     from mpicomp.policies import Policy
 
-HELP = "train a real model on real data with compressed exchange, and say whether it paid"
+HELP = "train a real model on real data with compressed exchange, and tell whether it paid"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -93,11 +93,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_device(parser, "where the model is")
     parser.add_argument("--json", metavar="F", help="write the outcome to F as one JSON object")
     parser.add_argument("--metrics", metavar="F", help="write a JSON line a step to F")
-    parser.add_argument("--report", metavar="F.html", help="write what `mpicomp report` makes of the run to F.html")
+    parser.add_argument("--report", metavar="F.html", help="write the run's report to F.html, as `mpicomp report` does")
     parser.add_argument(
         "--trace",
         metavar="F",
-        help="write what all ranks do to F, on one clock, for ui.perfetto.dev or chrome://tracing",
+        help="write a timeline of all ranks to F, on one clock, for ui.perfetto.dev or chrome://tracing",
     )
 
 
@@ -197,7 +197,7 @@ def _train(
                 if isinstance(trained, Stopped):
                     print(
                         f"stopped after step {trained.step} of {settings.steps}: a checkpoint is in "
-                        f"'{arguments.checkpoints}', and the same command goes on from it (exit status {STOPPED})",
+                        f"'{arguments.checkpoints}', and the same command continues from it (exit status {STOPPED})",
                         flush=True,
                     )
                 else:
@@ -221,7 +221,7 @@ def _check_numbers(arguments: argparse.Namespace) -> None:
     if arguments.shard > 1 and arguments.checkpoints is not None:
         raise ConfigurationError(
             f"train: --checkpoints needs the whole model on each rank, and --shard {arguments.shard} cuts it; leave "
-            "one of them out; docs/pytorch.md says how a script of yours saves shards"
+            "one of them out; docs/pytorch.md shows how a script of yours saves shards"
         )
     if not 0 < arguments.lr_scale < math.inf:
         raise ConfigurationError(f"train: --lr-scale must be a number above 0, got {arguments.lr_scale}")
@@ -251,17 +251,17 @@ def _warmup(
 
 
 def _fitted(warmup: int | str, arguments: argparse.Namespace, updates: dict[str, Any] | None, steps: int) -> int | str:
-    """Return the warm-up of a run of so many steps; one that was named has to leave some of them."""
+    """Return the warm-up of a run of ``steps`` steps; a named one has to leave some of them."""
     from mpicomp.errors import ConfigurationError
     from mpicomp.policies.schedule import read_warmup
 
     every = 1 if updates is None or updates["sync_every"] == "auto" else updates["sync_every"]
     if arguments.warmup is None:
-        return min(int(warmup), steps // every // 2)  # so that a short run shows what was named, too
+        return min(int(warmup), steps // every // 2)  # so that a short run shows the named compressor, too
     if every * read_warmup(warmup)[0] >= steps:
         raise ConfigurationError(
-            f"train: --warmup {arguments.warmup} leaves none of {steps // every} "
-            f"{'steps' if updates is None else 'exchanges'} to what comes after it; give it fewer, or name more --steps"
+            f"train: --warmup {arguments.warmup} takes all {steps // every} "
+            f"{'steps' if updates is None else 'exchanges'}; give it fewer, or name more --steps"
         )
     return warmup
 
@@ -356,7 +356,7 @@ def _updates(arguments: argparse.Namespace) -> dict[str, Any] | None:
         if config or arguments.every is not None:
             setting = f"'{next(iter(config))}'" if config else "--every"
             raise ConfigurationError(
-                f"train: gradients are exchanged in every step, so {setting} says nothing; name --exchange updates"
+                f"train: gradients are exchanged in every step, so {setting} has no effect; name --exchange updates"
             )
         return None
     known = ("sync_every", "outer", "feedback_decay", "inner")

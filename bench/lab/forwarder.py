@@ -1,6 +1,6 @@
 """Cables in user space: a rate without bursts, and a delay, which the kernel's shapers cannot do.
 
-Every host's eth0 is a TUN device. A process of its own reads what hosts send, holds each packet for the time that
+Every host's eth0 is a TUN device. A process of its own reads the packets of hosts, holds each for the time that
 it takes on two cables and in between, and delivers it to its host.
 """
 
@@ -20,7 +20,7 @@ _TUNSETOFFLOAD = 0x400454D0
 _IFF_TUN = 0x0001
 _IFF_NO_PI = 0x1000
 _IFF_VNET_HDR = 0x4000
-# Nothing is changed on the way, so that nobody needs a checksum.
+# Packets arrive unchanged and need no checksum.
 _TUN_F_CSUM = 0x01
 
 
@@ -54,7 +54,7 @@ class Forwarder:
 
         self.pid = namespaces.fork(child)
         os.close(writer)
-        # What else has to be done for the lab is done while the process loads.
+        # The lab continues its setup while the process loads.
         self._await(b"made")
 
     def _await(self, word: bytes) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 class LabError(ValueError):
-    """Something the user has to change; its text says what and how, without the leading ``lab:``."""
+    """Something the user has to change; its text tells how, without the leading ``lab:``."""
 
 
 _BITS = {"bit": 1, "kbit": 10**3, "mbit": 10**6, "gbit": 10**9}

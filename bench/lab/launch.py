@@ -82,7 +82,7 @@ def environment(mpi: str, hosts: int, ppn: int, caller: Mapping[str, str]) -> di
             # Ranks share cores, which Open MPI cannot tell from one host: 0.1 ms instead of 3.9 for a small Allreduce.
             "OMPI_MCA_mpi_yield_when_idle": "1",
             # When the other side connects first, Open MPI 5.0.11 does not count the connection and looks for its
-            # messages only every 10 ms: so it was in 7 of 30 jobs of two ranks, and in none of 30 with this.
+            # messages only every 10 ms: in 7 of 30 jobs of two ranks, and in 0 of 30 with this.
             "OMPI_MCA_mpi_event_tick_rate": "1",
         }
     # Every host sees all the cores of this machine: no program in there can tell that it has to share them.

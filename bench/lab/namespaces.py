@@ -127,7 +127,7 @@ def fork(child: Callable[[], int]) -> int:
 
 
 def run_realtime(priority: int) -> bool:
-    """Run before every ordinary process, or ask the kernel (6.12 and later) for short turns; say whether it worked."""
+    """Run before every ordinary process, or ask the kernel (6.12 and later) for short turns; return success."""
     try:
         policy = os.SCHED_FIFO | os.SCHED_RESET_ON_FORK
         os.sched_setscheduler(0, policy, os.sched_param(priority))

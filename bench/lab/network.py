@@ -1,7 +1,7 @@
 """The addresses of a lab, and the settings of its two networks.
 
-Control is a bridge that only the launcher uses, without any limit. Data is what `mpicomp.bench.lab.forwarder`
-carries between the hosts' ``eth0``, or, without TUN devices, a second bridge with the kernel's token buckets.
+Control is a bridge that only the launcher uses, without any limit. Data goes through `mpicomp.bench.lab.forwarder`
+between the hosts' ``eth0``, or, without TUN devices, a second bridge with the kernel's token buckets.
 """
 
 import subprocess
@@ -20,7 +20,7 @@ _MOST_MTU = 65000  # bytes of a packet, at most
 _PACKET_S = 500e-6  # seconds that a packet takes on the fastest link, within these bounds
 _LEAST_WINDOW = 2**18  # bytes of a TCP window for the time that a rank is off its core, at least
 _MOST_WINDOW = 2**22  # the same, at most
-# A rank that shares its core is away for some milliseconds; what is in the window goes on flowing meanwhile. With
+# A rank that shares its core is away for some milliseconds; the bytes of the window keep flowing meanwhile. With
 # 2 ms instead of 32 a ring at 1 Gbit/s took 1.6 times as long, and more than 32 gained nothing.
 _WINDOW_S = 32e-3
 _MOST_ROOM = 2**31  # bytes of all packets under way, at most
@@ -59,7 +59,7 @@ def choose_mtu(links: Sequence[Link], loss: float = 0.0) -> int:
 def choose_window(links: Sequence[Link]) -> int:
     """Return the number of bytes that a connection may have under way.
 
-    Enough for what is on the fastest and longest cable, twice, and for the time that a rank is off its core. More
+    Enough for the bytes on the fastest and longest cable, twice, and for the time that a rank is off its core. More
     would only move the queue from the program into the network, where small messages wait behind large ones.
     """
     most = max(link.bandwidth for link in links)
@@ -123,7 +123,7 @@ def _bridge(pids: Mapping[int, int], name: str, interface: str) -> list[str]:
 
 
 def burst_bytes(mtu: int) -> int:
-    """Return what a token bucket lets pass at once: more than a packet, for the kernel's timer is late, not much more.
+    """Return the bytes that a token bucket passes at once: more than a packet, as the kernel's timer is late.
 
     >>> burst_bytes(12_500)
     15625

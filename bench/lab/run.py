@@ -14,12 +14,12 @@ from mpicomp.bench.lab import head, launch, namespaces, network
 from mpicomp.bench.lab.forwarder import TUN, can_open_tun
 from mpicomp.bench.lab.lab_settings import LabError, Settings, format_bandwidth
 
-# The sum over hosts of what leaves them.
+# Bit/s that leave all hosts together.
 MOST_BANDWIDTH = 10 * 10**9
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-# Settings of the kernel that keep user namespaces from a user, by the value that does, and what to set.
+# Settings of the kernel that keep user namespaces from a user: the value that does, and the one to set.
 _SYSCTLS = {
     "user.max_user_namespaces": ("0", "15000"),
     "kernel.unprivileged_userns_clone": ("0", "1"),
@@ -32,7 +32,7 @@ _IN_A_CONTAINER = (
 
 
 def check_requirements() -> None:
-    """Raise LabError, saying what to do, when this machine cannot run the lab."""
+    """Raise LabError, with advice, when this machine cannot run the lab."""
     if sys.platform != "linux":
         raise LabError(f"needs Linux, whose network namespaces are the hosts, and this is {sys.platform}")
     if shutil.which("ip") is None:
@@ -77,7 +77,7 @@ def _check_user_namespaces() -> None:
 
 
 def _check_kernel_links(settings: Settings) -> None:
-    """Without TUN devices, warn how exact the kernel's links are; raise LabError for what they cannot do."""
+    """Without TUN devices, warn how exact the kernel's links are; raise LabError for links that they cannot emulate."""
     if can_open_tun():
         return
     leave = f"{TUN}, which this user cannot open; type: sudo modprobe tun && sudo chmod 666 {TUN}"
@@ -152,7 +152,7 @@ def _run(settings: Settings, mpi: str, launcher: Path) -> int:
         return _wait(first)
 
     def begin() -> int:
-        # Should the supervisor have died before this line, the end of `life` says so.
+        # Should the supervisor have died before this line, the end of `life` shows it.
         namespaces.die_with_parent()
         return head.main(settings, mpi, launcher, life_reader, report_writer)
 

@@ -18,20 +18,20 @@ _ppoll: Any = types.ExternalFunction("ppoll", types.int32(types.intp, types.uint
 _typeof: Any = typeof
 _clock_gettime: Any = types.ExternalFunction("clock_gettime", types.int32(types.int32, types.intp))
 
-# What stands before each packet on a TUN device with IFF_VNET_HDR; it goes to the receiver as it came.
+# Bytes before each packet on a TUN device with IFF_VNET_HDR; they reach the receiver unchanged.
 HEADER = 10
 
 _CLOCK_MONOTONIC = 1
 _POLLIN = 1
-# Packets are put on a cable so long before they may leave, which saves a wake-up for each.
+# Nanoseconds by which packets are put on a cable before they may leave, which saves a wake-up for each.
 _AHEAD = 100_000
-# A sleeping process is woken late by about so much.
+# Nanoseconds by which a sleeping process wakes late, about.
 _LATE = 10_000
 _LONGEST = 1_000_000_000
-# So many packets are taken from one host before the others have their turn.
+# Packets taken from one host before the next has its turn.
 _TURN = 8
 _NONE = -1
-# A cable that is down is looked at again after so long.
+# Nanoseconds until a cable that is down is tried again.
 _LOOK_AGAIN = 1_000_000
 
 
@@ -191,7 +191,7 @@ def forward(
 
         while len(due) > 0 and due[0][0] <= now:
             _, _, slot = heapq.heappop(due)
-            # What the receiver has no memory for is lost; TCP sends it again.
+            # A packet for which the receiver has no memory is lost; TCP sends it again.
             _write(devices[target[slot]], base + slot * room, length[slot])
             free[left] = slot
             left += 1

@@ -33,14 +33,14 @@ def in_short(record: StepRecord) -> str:
 class Ran:
     """A plan and how much of a run it has carried."""
 
-    compressor: Compressor  # as it was in the plan
+    compressor: Compressor  # that of the plan
     ratio: float  # kept fraction that was asked for; 1 where the compressor has none
     collective: str
     share: float  # of the elements that were exchanged. With one bucket that is the share of steps
     ratio_reached: float  # kept fraction, mean over what it has carried
 
     def entry(self) -> PlanEntry:
-        """Return what ``train --json`` writes of it."""
+        """Return its entry in ``train --json``."""
         return {
             "compressor": self.compressor.id,
             "compressor_config": self.compressor.get_config(),
@@ -110,7 +110,7 @@ _PLANS = 8  # lines of the table of plans
 def chosen_table(plans: Sequence[Ran]) -> str:
     """Return a table of plans; of many those that have carried most."""
     rows = [(f"  {_label(plan.compressor)}", plan.collective, f"{100 * plan.share:.1f} %") for plan in plans[:_PLANS]]
-    lines = [plain(("what was run", "collective", "of the steps"), rows, (True, True, False))]
+    lines = [plain(("compressor", "collective", "of the steps"), rows, (True, True, False))]
     if len(plans) > _PLANS:
         rest = sum(plan.share for plan in plans[_PLANS:])
         lines.append(f"  and {len(plans) - _PLANS} more, {100 * rest:.1f} % in all")

@@ -28,7 +28,7 @@ SECONDS, COMPRESS, EXCHANGE, DECODE, CHOOSING, SENT, WIRE, START, END = range(9)
 
 _FIELDS = 9  # numbers that a rank reports of a step
 _STATE = 1  # schema of a reducer's state
-_SHORT = 1 << 18  # elements of the array on which a residual comes to its steady state
+_SHORT = 1 << 18  # elements of the array on which a residual reaches its steady state
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class Runner:
         if state is not None:
             self._reducer.load_state_dict(state)
         plain = plan.compressor.entry.clip is None and not plan.compressor.entry.momentum
-        # Whether gradient and residual have to come out or be kept, to rounding.
+        # Whether mean and new residual must add up to gradient and residual, to rounding.
         self._lossless = plain and (self._reducer.feedback or plan.compressor.id == "dense")
         self._loaded = None if state is None else state["residuals"][NAME]
         self._last: NDArray[np.float64] | None = None
@@ -107,7 +107,7 @@ class Runner:
         gradient = self._gradients.fresh()
         before = self._residual(reducer) if check else None
         self._loaded = None
-        self.catch_up()  # nobody starts before the others are there
+        self.catch_up()  # all ranks start together
         start = self._transport.clock()
         mean = reducer.reduce({NAME: gradient})[NAME]
         device = self._gradients.device
@@ -117,7 +117,7 @@ class Runner:
         record = reducer.last_step
         assert record is not None
         self._note(start, end, record)
-        # Known to nobody else: the bucket's device, and with it what was measured of routes.
+        # Only here are the bucket's device and its measured routes known.
         bucket = record.buckets[0]
         self.route = _route_of(reducer.layout.buckets[0].device, bucket.sent_bytes, "allreduce" in bucket.rounds)
         if check:
@@ -203,7 +203,7 @@ def add_over_mpi(transport: Transport) -> Adding:
 
 
 def _route_of(device: Device, nbytes: int, summed: bool) -> str | None:
-    """Return how so many bytes reach MPI from a device, in a library's sum if so said; None from the host."""
+    """Return the faster GPU route for ``nbytes``, of a library's sum if ``summed``; None on the host."""
     if device is HOST:
         return None
     return "staged" if device.routes is None else device.routes.faster(nbytes, summed)

@@ -34,11 +34,11 @@ def make_bucket(numel: int, compressor: Compressor, feedback: bool, threads: int
 class Selecting:
     """A compressor at work on one array, step after step, with its memory and its arrays."""
 
-    compressor: Sparsifier | Quantiser  # what selects, or packs
+    compressor: Sparsifier | Quantiser  # selects elements, or packs all
     numel: int  # length of the array
     # Its workspace is where the array is; that device is current while a step is done
     context: Context = field(default_factory=Context)
-    finite: bool = False  # whether gradients are known to be finite: then nobody waits for the check
+    finite: bool = False  # whether gradients are known to be finite: then no check is waited for
 
     def __post_init__(self) -> None:
         compressor = self.compressor.bind(["gradient"], [self.numel])
@@ -95,7 +95,7 @@ POOL = 2  # arrays that gradients are cut from
 
 _SLACK_NUMEL = 1 << 20  # elements by which the random array is longer than a gradient, which begins anywhere in them
 _TURNOVERS = 2  # turnovers of the residual, each of 1 / ratio steps: its spread stays the same from the first on
-_MAX_STEPS = 5000  # steps, at most, in which a residual comes to its steady state
+_MAX_STEPS = 5000  # steps, at most, until a residual is in its steady state
 
 
 class Gradients:

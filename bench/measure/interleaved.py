@@ -16,7 +16,7 @@ _SLOW = 20  # copies from which on a kernel is repeated less often
 class KernelRow(TypedDict):
     """A row of ``bench kernels``."""
 
-    name: Annotated[str, "what was timed"]
+    name: Annotated[str, "operation"]
     numel: Annotated[int, "length of the array"]
     ratio: Annotated[float | None, "kept fraction that was asked for; null where there is none"]
     median_s: Annotated[float, "median"]
@@ -41,7 +41,7 @@ class Kernel(ABC):
     seconds: list[float] = field(default_factory=list, init=False)
 
     def warm(self) -> None:
-        """Compile, touch memory, come to a steady state."""
+        """Compile, touch memory, reach a steady state."""
         for _ in range(2):
             self.prepare()
             self.run()

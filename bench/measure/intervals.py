@@ -45,7 +45,7 @@ def is_narrow(samples: Sequence[float]) -> bool:
 def ratio_interval(samples: Sequence[float], others: Sequence[float]) -> tuple[float, float] | None:
     """Return the 95 % interval of a median over another one's, of samples that were taken in turn.
 
-    By bootstrap: pairs are drawn with repetition, so that what fell on both of a pair alike falls out.
+    By bootstrap: pairs are drawn with repetition, so that noise common to a pair cancels.
 
     >>> ratio_interval([1.0, 2.0, 3.0, 4.0, 5.0, 6.0], [2.0, 4.0, 6.0, 8.0, 10.0, 12.0])
     (0.5, 0.5)
@@ -61,8 +61,8 @@ def block_interval(
 ) -> tuple[float, float] | None:
     """Return the 95 % interval of a statistic of samples that were taken block by block, in turn.
 
-    By bootstrap: whole blocks are drawn with repetition, the same ones of all samples. Steps of a block are like each
-    other, and what fell on all blocks of a round alike falls out.
+    By bootstrap: whole blocks are drawn with repetition, the same ones of all samples. Steps of a block resemble
+    each other, and noise common to all blocks of a round cancels.
 
     >>> block_interval(np.median, np.array([[1.0, 2.0, 3.0]] * 6))
     (2.0, 2.0)

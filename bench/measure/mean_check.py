@@ -1,8 +1,8 @@
 """Check of a mean by a few sums, so that no array of a rank has to travel.
 
-Each rank adds up, with random signs that all ranks share, what it put in and what it kept: gradient, plus residual
-before, minus residual after. Over all ranks these sums are the ranks times the same sums of the mean, or something was
-lost or made up: the law of conservation, at full size.
+Each rank adds up, with random signs that all ranks share, gradient plus residual before, minus residual after: its
+contribution to the mean. Over all ranks these sums are the ranks times the same sums of the mean, or something was lost
+or made up: the law of conservation, at full size.
 """
 
 import math
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 BLOCKS = 64  # sums of an array, each of a part of it
 
 _PERIOD = 8_191  # a prime, so that errors that repeat do not keep step; below what BLAS would cut among threads
-_UNIT = 2.0**-24  # what rounding to float32 takes at most, relative
+_UNIT = 2.0**-24  # largest relative error of rounding to float32
 _SIGMAS = 8  # beyond which signed sums of rounding errors lie with a probability of 3e-14 (Hoeffding)
 
 _SIGNS = np.random.default_rng(0).choice([-1.0, 1.0], _PERIOD)

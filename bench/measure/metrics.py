@@ -11,7 +11,7 @@ from typing import Any, Self
 import msgspec
 
 from mpicomp.errors import FileWriteError
-from mpicomp.job import say
+from mpicomp.job import print_stderr
 
 _FLUSH_S = 0.25  # seconds after which lines are written: a job that dies loses no more
 _MAX_LINES = 256  # lines that are kept until then
@@ -19,7 +19,7 @@ _encoder = msgspec.json.Encoder(enc_hook=lambda number: number.item())  # NumPy'
 
 
 class MetricsWriter:
-    """Writes a line a step, several at a time; where the system takes no more, training goes on without."""
+    """Writes a line a step, several at a time; if the disk is full, training continues without."""
 
     def __init__(self, path: str | None) -> None:
         self.problem: FileWriteError | None = None
@@ -44,7 +44,7 @@ class MetricsWriter:
             self._file.close()
 
     def begin(self, step: int) -> None:
-        """Begin with a step, before the first line: of what is there, only lines of earlier steps stay."""
+        """Begin with a step, before the first line: of an older file only lines of earlier steps stay."""
         if self._file is None or not self._file.seekable():  # a pipe has no earlier lines
             return
         self._file.seek(0)
@@ -89,5 +89,5 @@ class MetricsWriter:
                 f"train: '{self._path}' has no line of step {step} and those after it: {error}; make room, or name "
                 "another file"
             )
-            say(f"{self.problem}. Training goes on, and ends with this error")
+            print_stderr(f"{self.problem}. Training continues, and ends with this error")
         self._length += written

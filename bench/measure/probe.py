@@ -32,7 +32,7 @@ class Probe:
 
     collective: str
     seconds: float  # one whole exchange on the slowest rank: median
-    rounds_s: float  # its rounds alone, on the rank that came last and waited for nobody: median
+    rounds_s: float  # its rounds alone, on the rank that came last and waited for no other: median
     repeats: int  # exchanges measured
 
 
@@ -48,9 +48,9 @@ def probe(
 ) -> Probe:
     """Exchange ``numel`` float32 some times, all ranks starting at once. Collective.
 
-    A slow network is measured fewer times: what has taken several seconds is not repeated. Nor is what takes three
-    times as long as ``best_s``, the same on all ranks, when it is warm. ``cost`` is what a collective that is to be
-    chosen is chosen by. ``bring`` brings the array to where gradients are, and ``wait`` waits until all that was begun
+    A slow network is measured fewer times: an exchange of several seconds is not repeated. Nor is one that takes three
+    times as long as ``best_s``, the same on all ranks, when it is warm. ``cost`` is the model by which a collective
+    is chosen. ``bring`` brings the array to where gradients are, and ``wait`` waits until all that was begun
     there is done.
     """
     rng = np.random.default_rng(transport.group.rank)
@@ -63,7 +63,7 @@ def probe(
         return gather(np.array([seconds]), transport)
 
     def exchange() -> float:
-        of_all(0.0)  # nobody starts before the others are there
+        of_all(0.0)  # all ranks start together
         start = time.perf_counter()
         reducer.reduce(gradient)
         wait()

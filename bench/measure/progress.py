@@ -87,7 +87,7 @@ class Progress:
             print(_COMPILING, flush=True)
 
     def resumed(self, step: int) -> None:
-        """Show that a checkpoint was loaded, which was written after so many steps."""
+        """Show that a checkpoint of step ``step`` was loaded."""
         if self._visible:
             print(f"resumed at step {step}", flush=True)
 

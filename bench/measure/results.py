@@ -29,7 +29,7 @@ _MORE_VARIABLES = (
 
 
 class Written(TypedDict):
-    """What ``--json`` writes of a benchmark."""
+    """The JSON object of a benchmark."""
 
     schema: Annotated[int, "version of these tables, 1"]
     environment: Annotated[dict[str, Any], "where it was measured"]

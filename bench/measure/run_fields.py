@@ -1,4 +1,4 @@
-"""What ``mpicomp train`` writes, and reports read; the tables in docs/observability.md are made of it."""
+"""Fields that ``mpicomp train`` writes and reports read, and from which tables in docs/observability.md are made."""
 
 from typing import Annotated, Any, TypedDict
 
@@ -25,13 +25,13 @@ class Phases(TypedDict):
     exchange: Annotated[float, "in the transport; waiting for slower ranks counts here"]
     decode: Annotated[float, "after the last round: the mean from the messages"]
     update: Annotated[float, "clipping and the optimizer"]
-    other: Annotated[float, "what is left: copies to and from buckets, the new residual"]
+    other: Annotated[float, "the rest: copies to and from buckets, the new residual"]
 
 
 class Quality(TypedDict):
     """Quality on held-out data."""
 
-    name: Annotated[str, "what was measured"]
+    name: Annotated[str, "such as accuracy"]
     value: Annotated[float, "accuracy from 0 to 1 (`digits`), or nats a token (`text-*`)"]
     better: Annotated[str, "`higher` or `lower`"]
 
@@ -66,10 +66,10 @@ class RunObject(msgspec.Struct, kw_only=True):
     ]
     compressor_config: Annotated[dict[str, Any], "its configuration"]
     ratio: Annotated[float, "kept fraction; 1 where the compressor has none"]
-    collective: Annotated[str, "the collective that ran, or what was asked for where several did"]
+    collective: Annotated[str, "the collective that ran, or the requested name where several did"]
     policy: Annotated[str, "name of the policy"]
     policy_config: Annotated[dict[str, Any], "its configuration"]
-    exchange: Annotated[str, "what was exchanged: `gradients`, or `updates`"]
+    exchange: Annotated[str, "`gradients`, or `updates`"]
     updates: Annotated[dict[str, Any] | None, "settings of the exchange of updates; null for gradients"]
     lr_scale: Annotated[float, "times the learning rate that the task is tuned for: `--lr-scale`"]
     warmup: Annotated[int | str, "warm-up in exchanges: dense steps, or `ramp:N` for a falling ratio; 0 for none"]
@@ -79,7 +79,7 @@ class RunObject(msgspec.Struct, kw_only=True):
     resumed_at: Annotated[int, "steps that an earlier run made before its checkpoint: `--checkpoints`; 0 for none"]
     seed: Annotated[int, "of the model, the batches and the schemes"]
     parameters: Annotated[int, "elements of the model"]
-    quality: Annotated[Quality, "what the model reached on held-out data, below"]
+    quality: Annotated[Quality, "that of the model on held-out data, below"]
     median_step_s: Annotated[float, "a step"]
     phases_s: Annotated[dict[str, float], "medians of the parts of a step; they do not add up to `median_step_s`"]
     choosing_s: Annotated[float, "for choosing plans and learning from them, mean over steps; part of `other`"]
@@ -103,7 +103,7 @@ class RunObject(msgspec.Struct, kw_only=True):
         "`sum((1 - gain) * energy) / sum(gain * energy)`; null without error feedback",
     ]
     ratios: Annotated[Ratios, "kept fraction of the whole model in a step, below"]
-    plans: Annotated[list[PlanEntry], "what was run, from what was run most, below"]
+    plans: Annotated[list[PlanEntry], "the plans that ran, the most frequent one first, below"]
     sent_bytes: Annotated[int, "payload that a rank handed to the transport"]
     wire_bytes: Annotated[int, "bytes that left a rank"]
     dense_wire_bytes: Annotated[int, "bytes that would have left it in a dense ring"]
@@ -111,4 +111,6 @@ class RunObject(msgspec.Struct, kw_only=True):
     once_bytes: Annotated[
         int, "wire bytes sent once: first parameters, measuring the network, a learned code; not counted above"
     ]
-    verdict: Annotated[str, "what is printed last: seconds and bytes against dense exchange, and the delay"] = ""
+    verdict: Annotated[
+        str, "the last line that is printed: seconds and bytes against dense exchange, and the delay"
+    ] = ""

@@ -25,7 +25,7 @@ class PlanRow(TypedDict):
 
     compressor: Annotated[str, "name; `none` for MPI's own sum"]
     ratio: Annotated[float | None, "kept fraction that was asked for; null where there is none"]
-    collective: Annotated[str, "name, with what it is built on after a colon; `auto`; or `MPI_Allreduce`"]
+    collective: Annotated[str, "name, with its inner collective after a colon; `auto`; or `MPI_Allreduce`"]
     numel: Annotated[int, "length of the array"]
     ranks: Annotated[int, "that took part"]
     hosts: Annotated[int, "that they are on"]
@@ -67,7 +67,9 @@ class PlanRow(TypedDict):
     best_dense_s: Annotated[float | None, "its median, timed in turn where it is not three times slower than the best"]
     behind_dense: Annotated[float | None, "`median_s / best_dense_s - 1`"]
     mpi_s: Annotated[float | None, "median of `MPI_Allreduce`, timed in turn where it is not three times slower"]
-    settings: Annotated[str | None, "in what it differs from other configurations of its compressor, but for the ratio"]
+    settings: Annotated[
+        str | None, "settings that differ from other configurations of its compressor, but for the ratio"
+    ]
     config: Annotated[dict[str, Any], "the compressor's configuration"]
 
 
@@ -79,11 +81,11 @@ class TimedPlan:
     numel: int
     ranks: int  # that took part
     hosts: int
-    # What tells its compressor from others of the same name; see `differing_settings`
+    # Settings that tell its compressor from others of the same name; see `differing_settings`
     settings: str = ""
     device: str = "cpu"  # where gradients are, ``"cpu"`` or ``"gpu"``
     expected_s: float | None = None  # seconds that a cost model predicted before it was run
-    runner: Runner | None = None  # what its steps were; None where it was not run
+    runner: Runner | None = None  # record of its steps; None where it was not run
     first: int = 0  # the first of its steps that counts
     stopped: str | None = None  # reason for which the timing ended: ``"interval"``, ``"limit"`` or ``"once"``
     facts: dict[str, Any] = field(default_factory=dict)  # of ``auto``: what its row has besides
@@ -114,7 +116,7 @@ class TimedPlan:
 
 
 def rows_of(timings: Sequence[TimedPlan], dense: Sequence[TimedPlan]) -> list[dict[str, Any]]:
-    """Return the rows of plans; docs/results.md says what is in them."""
+    """Return the rows of plans; `Row` describes them."""
     base = min(timing.median_s for timing in dense)
     return [_row(timing, base) for timing in timings]
 

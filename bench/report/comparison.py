@@ -112,5 +112,5 @@ def _differences(runs: Sequence[Run]) -> str:
         values = {run.name: getattr(run.outcome, key) for run in runs if run.outcome}
         if len(set(map(str, values.values()))) > 1:
             differ.append(f"{key} ({', '.join(f'{name} {value}' for name, value in values.items())})")
-    note = "One run of each: only runs of other seeds show what differs by chance."
+    note = "One run of each: only runs of other seeds show differences by chance."
     return f"The runs differ in {listed(differ)}, too. {note}" if differ else note

@@ -37,7 +37,7 @@ STYLE: dict[Any, Any] = {
 
 @dataclass
 class Picture:
-    """A plot, and what it shows in words, for people who do not see it, too."""
+    """A plot, and its content in words."""
 
     name: str
     title: str
@@ -170,7 +170,7 @@ def chosen(runs: Sequence[Run]) -> Picture | None:
         axes.set_title(run.name, loc="left", fontsize=10)
         handles, labels = axes.get_legend_handles_labels()
         axes.legend(handles[::-1], labels[::-1], loc="center left", bbox_to_anchor=(1, 0.5))  # in the stack's order
-    return Picture("chosen", "What was chosen", f"{plans_in_words(runs)} Steps without exchange are empty.", figure)
+    return Picture("chosen", "Chosen plans", f"{plans_in_words(runs)} Steps without exchange are empty.", figure)
 
 
 def plans_in_words(runs: Sequence[Run]) -> str:

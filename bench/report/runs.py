@@ -27,7 +27,7 @@ _NOT_JSON = re.compile(rb"(?<=[:\[,])\s*-?(NaN|Infinity)(?=\s*[,\]}])")  # numbe
 
 
 class Bucket(msgspec.Struct, gc=False):
-    """What a line of --metrics holds of a bucket, as far as the report reads it."""
+    """The fields of a bucket in a line of --metrics that the report reads."""
 
     numel: int
     compressor: msgspec.Raw

@@ -1,7 +1,7 @@
 """Training tasks: real data, a real model, an optimizer tuned for dense exchange, a held-out measurement.
 
-A task is plain PyTorch and knows nothing of MPI or compression, so that what is measured on it is measured
-against a baseline that was not built for the purpose. `get_task` loads one by name; torch and scikit-learn
+A task is plain PyTorch and knows nothing of MPI or compression, so that measurements on it have
+a baseline that was not built for the purpose. `get_task` loads one by name; torch and scikit-learn
 are imported then and not before.
 """
 

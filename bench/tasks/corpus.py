@@ -68,7 +68,7 @@ def from_path(task: str, path: str) -> list[str]:
 
 def split(documents: list[str]) -> tuple[list[str], list[str]]:
     """Return training and held-out documents, whole ones, about a twentieth of the text, whatever the run's seed."""
-    # What occurs twice could end on both sides.
+    # A document that occurs twice could end on both sides.
     documents = list(dict.fromkeys(documents))
     total = sum(map(len, documents))
     held_out: set[int] = set()

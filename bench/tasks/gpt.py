@@ -15,7 +15,7 @@ _DEVIATION = 0.02  # of initial weights, as in GPT-2
 
 
 class Block(nn.Module):
-    """Attention to what came before, and a multilayer perceptron, each added to its input."""
+    """Causal attention and a multilayer perceptron, each added to its input."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class GPT(nn.Module):
         self.norm = nn.LayerNorm(width, bias=False)
         for name, parameter in self.named_parameters():
             if parameter.ndim > 1:
-                # What is added to the residual path is smaller, so that the sum over all layers keeps its size.
+                # Layers that add to the residual path start smaller, so that the sum over all layers keeps its size.
                 added = name.endswith(("attended.weight", "contract.weight"))
                 nn.init.normal_(parameter, std=_DEVIATION / (2 * layers) ** 0.5 if added else _DEVIATION)
 

@@ -23,7 +23,7 @@ class LanguageTask(Task):
     """Predict every next token of a text; quality is the held-out loss in nats a token.
 
     The text is the Python standard library's own sources, more than 5 MB that every installation has. Tokens are of at
-    most four letters, with bytes for what is rare. Whole files are held out. The text differs a little between versions
+    most four letters, with bytes for rare ones. Whole files are held out. The text differs a little between versions
     of Python, hence so does the loss: compare runs of one installation. A user's data is a text file, or a folder of
     text files, in UTF-8.
 

@@ -44,7 +44,7 @@ class Sampler:
 
 
 def check_rank(name: str, rank: int, ranks: int) -> None:
-    """Refuse a rank that is none of the ranks."""
+    """Refuse a rank outside of 0 to ranks - 1."""
     if not 0 <= rank < ranks:
         raise ValueError(f"{name}: rank must be in 0..{ranks - 1}, got {rank}")
 

@@ -37,7 +37,7 @@ class Task(Protocol):
         ...
 
     def schedule(self, optimizer: torch.optim.Optimizer, steps: int) -> torch.optim.lr_scheduler.LRScheduler | None:
-        """Return what sets the optimizer's rate after every one of ``steps``; None where it stays as it is."""
+        """Return the schedule of the optimizer's rate over ``steps``; None for a constant rate."""
         return None
 
     def batch(self, step: int, rank: int, ranks: int) -> Any:
@@ -52,7 +52,7 @@ class Task(Protocol):
         ...
 
     def evaluate(self, model: torch.nn.Module, share: float = 1.0) -> float:
-        """Return the quality on a share of the held-out data, always the same ones; the model stays as it was."""
+        """Return the quality on a share of the held-out data, always the same samples; the model is not changed."""
         ...
 
 

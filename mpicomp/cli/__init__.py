@@ -18,7 +18,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from mpicomp._version import __version__
-from mpicomp.job import abort, launcher, say
+from mpicomp.job import abort, launcher, print_stderr
 
 _BENCH = "mpicomp.bench.commands"
 COMMANDS = {
@@ -55,7 +55,7 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
     if chosen is not None and chosen not in COMMANDS:
         near = difflib.get_close_matches(chosen, COMMANDS, n=1)
         advice = f"did you mean '{near[0]}'?" if near else f"there are {', '.join(COMMANDS)}"
-        say(f"unknown command '{chosen}'; {advice}")
+        print_stderr(f"unknown command '{chosen}'; {advice}")
         raise SystemExit(2)
     return _parser(chosen).parse_args(words)
 
@@ -79,9 +79,9 @@ def _report(error: Exception) -> None:
     size, rank = (1, 0) if mpi is None else (mpi.COMM_WORLD.Get_size(), mpi.COMM_WORLD.Get_rank())
     notes = {} if size == 1 else abort.timed_barrier(text.encode(errors="replace"))
     if size > 1 and (len(notes) < size or len(set(notes.values())) > 1):
-        say(f"rank {rank} of {size}: {text}")
+        print_stderr(f"rank {rank} of {size}: {text}")
     elif rank == 0:
-        say(text)
+        print_stderr(text)
 
 
 def _end_job_with(launch: launcher.Launch | None) -> None:
@@ -123,8 +123,8 @@ def _run(
 def run_program(parse: Callable[[], argparse.Namespace], run: Callable[[argparse.Namespace], int]) -> int:
     """Run a program as commands are run: an error is printed once, and ends all ranks of a job.
 
-    ``parse`` reads the command line; with ``alone`` among the arguments rank 0 alone runs, without MPI. The exit status
-    is what ``run`` returns, or 2 for a wrong command line and for errors that their message explains.
+    ``parse`` reads the command line; with ``alone`` among the arguments rank 0 alone runs, without MPI. It returns
+    the exit status that ``run`` returned, or 2 for a wrong command line and for errors that their message explains.
     """
     launch = launcher.detect()
     try:

@@ -1,11 +1,11 @@
-"""``mpicomp doctor``: what an MPI job finds here, and what is wrong with it."""
+"""``mpicomp doctor``: the MPI, launcher, hosts and GPUs of a job, and their problems."""
 
 from __future__ import annotations
 
 import argparse
 import json
 
-HELP = "show which MPI, launcher, hosts and GPUs a job gets, and what is wrong with them"
+HELP = "show which MPI, launcher, hosts and GPUs a job gets, and their problems"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -1,4 +1,4 @@
-"""``mpicomp list``: what there is and what fits what."""
+"""``mpicomp list``: the registered names, and the pairs that fit."""
 
 import argparse
 import json
@@ -8,7 +8,7 @@ from mpicomp.cli.options import add_plugin
 
 _NUMEL = 1 << 22  # elements of the bucket whose memory is listed
 
-HELP = "list every compressor, collective and policy, and what fits with what"
+HELP = "list every compressor, collective and policy, and the pairs that fit"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

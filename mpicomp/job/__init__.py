@@ -10,7 +10,7 @@ from typing import IO
 from mpicomp.errors import FileWriteError
 
 
-def say(text: str) -> None:
+def print_stderr(text: str) -> None:
     """Print a message to stderr, at once."""
     print(f"mpicomp: {text}", file=sys.stderr, flush=True)
 

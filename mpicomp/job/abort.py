@@ -31,7 +31,7 @@ from types import TracebackType
 from typing import Any, NoReturn
 
 from mpicomp.errors import MpicompError
-from mpicomp.job import launcher, say, variables
+from mpicomp.job import launcher, print_stderr, variables
 
 GRACE_S = 1.0  # seconds that a rank which leaves with an error waits for the others to do the same
 LAST_WORDS_S = 0.25  # seconds for the launcher to pass on what was printed: it drops the rest
@@ -66,7 +66,7 @@ def install() -> bool:
         return False
     if _installed_in == os.getpid():
         return True
-    import mpi4py.MPI  # noqa: F401  (this initialises MPI, unless the program has said that it will do so)
+    import mpi4py.MPI  # noqa: F401  (this initialises MPI, unless the program has turned that off)
 
     mpi = communicator_alive()
     if mpi is None or mpi.COMM_WORLD.Get_size() == 1:
@@ -157,7 +157,7 @@ def _here() -> bool:
 def _announce(text: str) -> None:
     comm = communicator_alive().COMM_WORLD
     with contextlib.suppress(Exception):
-        say(f"rank {comm.Get_rank()} of {comm.Get_size()}: {text}")
+        print_stderr(f"rank {comm.Get_rank()} of {comm.Get_size()}: {text}")
 
 
 def _hook_main(previous: Callable[..., Any]) -> None:
@@ -266,7 +266,7 @@ def _leave(code: Any) -> None:
 
 def _replace_exit() -> None:
     sys.exit = _exit
-    # exit() and quit() raise the SystemExit they find in their own module. Nobody catches anything there.
+    # exit() and quit() raise the SystemExit of their own module. Nothing is caught there.
     _sitebuiltins.SystemExit = _Exit  # type: ignore[attr-defined]
 
 

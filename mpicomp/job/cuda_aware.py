@@ -1,7 +1,7 @@
 """The MPI library of this process: its file, and whether it may be given pointers to GPU memory.
 
 A wrong yes ends in a segmentation fault and a wrong no in a copy through the host: only what is certain is a yes. A
-library that was built for CUDA is not enough, as a setting may turn it off at run time; what says so is looked at
+library that was built for CUDA is not enough, as a setting may turn it off at run time; such settings are read
 before the library is asked. Nothing here starts MPI.
 """
 
@@ -48,16 +48,16 @@ def cuda_aware(
 
     The first of these that knows is believed: ``MPICOMP_CUDA_AWARE=0/1``; settings that turn it off; a probe that
     failed; the loaded library; Cray's and Open MPI's own ways. If none knows, it is no. ``vendor`` and ``version``
-    are what ``mpi4py.MPI`` returns, ``path`` is the library's file, ``loaded`` has the lines of a ``/proc/self/maps``,
+    come from ``mpi4py.MPI``, ``path`` is the library's file, ``loaded`` has the lines of a ``/proc/self/maps``,
     ``probed`` is the result of `probe` before MPI was initialized.
 
     >>> cuda_aware("MPICH", None, {"MPICOMP_CUDA_AWARE": "1"})
-    Awareness(value=True, reason='MPICOMP_CUDA_AWARE=1 says so')
+    Awareness(value=True, reason='set by MPICOMP_CUDA_AWARE=1')
     """
     asked = environ.get(_OVERRIDE, "").strip()
     wanted = variables.flag_or_none(_OVERRIDE, environ)
     if wanted is not None:
-        return Awareness(wanted, f"{_OVERRIDE}={asked} says so")
+        return Awareness(wanted, f"set by {_OVERRIDE}={asked}")
     if asked:
         return Awareness(False, f"{_OVERRIDE} must be 0 or 1, got '{asked}', which counts as 0")
     if vendor is None or path is None:
@@ -79,8 +79,8 @@ def cuda_aware(
         if answer is not None:
             return Awareness(answer, f"ompi_info was asked{seconded}")
     # A probe has sent to itself alone: the way to others may be one that knows no GPUs.
-    alone = "" if probed is None else f" ({probed.reason}, which tells nothing of other ranks)"
-    return Awareness(False, f"the library does not say{alone}; {_ADVICE}")
+    alone = "" if probed is None else f" ({probed.reason}, which proves nothing about other ranks)"
+    return Awareness(False, f"the library does not report it{alone}; {_ADVICE}")
 
 
 def _turned_off(vendor: str, cray: bool, environ: Mapping[str, str]) -> str | None:
@@ -168,7 +168,7 @@ def probe(
 ) -> Awareness | None:
     """Have a child process pass MPI a pointer to GPU memory, and return the result.
 
-    The child is an MPI job of one rank, so what fails is certain, and what works says nothing of the way to other
+    The child is an MPI job of one rank, so a failure is certain, and a success proves nothing about the way to other
     ranks. Call it before MPI is initialized, and on one rank of a host.
 
     >>> probe([sys.executable, "-c", "import os; os.abort()"])

@@ -1,8 +1,8 @@
 """Which GPU a process works on, found out before MPI starts.
 
 A CUDA-aware MPI library takes the device that is current when it is initialised, so the ranks of a host have to share
-its GPUs out among themselves before they can talk to each other. All that there is by then is what the launcher says of
-this process, and the mask that somebody may have set.
+its GPUs out among themselves before they can talk to each other. Until then there are only the launcher's variables of
+this process, and a mask that the user may have set.
 """
 
 import os
@@ -73,8 +73,8 @@ def visible(environ: Mapping[str, str] = os.environ, listing: str | None = None)
         if not match:
             raise LaunchError(
                 f"gpu: {_MASK}={mask} names '{word}', which this process does not have; on {host} it has "
-                f"{', '.join(map(str, found))}. The mask is that of another rank or host, or was set on top of what "
-                "the job had bound already; unset it, or set it to what is there"
+                f"{', '.join(map(str, found))}. The mask is that of another rank or host, or was set after the "
+                "job had bound GPUs; unset it, or name GPUs from this list"
             )
         chosen.append(match[0])
     return chosen
@@ -104,7 +104,7 @@ def local_device(environ: Mapping[str, str] = os.environ, listing: str | None = 
     Raises
     ------
     LaunchError
-        See `visible`; and where there are several GPUs and several ranks, and the launcher does not say which of the
+        See `visible`; and where there are several GPUs and several ranks, and the launcher does not tell which of the
         host's ranks this one is. Not collective: the ranks on other hosts may not raise.
 
     Examples
@@ -120,7 +120,7 @@ def local_device(environ: Mapping[str, str] = os.environ, listing: str | None = 
         return 0
     if launch.local_rank is None:
         raise LaunchError(
-            f"gpu: {len(shown)} GPUs are to be shared out, and {launcher.describe(launch)} does not say which of this "
+            f"gpu: {len(shown)} GPUs are to be shared out, and {launcher.describe(launch)} does not tell which of this "
             f"host's ranks this is; set {_MASK} for each rank, so that it shows one"
         )
     return launch.local_rank % len(shown)

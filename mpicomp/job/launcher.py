@@ -1,8 +1,8 @@
 """The launcher of this process: its name, the number of ranks, and this rank, from environment variables.
 
 Everything here reads environment variables and nothing else, so it works before MPI is initialised and where
-no MPI is installed. A communicator is what counts once there is one; the launcher's word is for the time
-before, and for noticing that the two disagree.
+no MPI is installed. A communicator counts once there is one; the launcher's variables serve until then,
+and show where the two disagree.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Launch:
     name: str
     size: int  # number of processes that were started together
     rank: int  # number of this process, from 0
-    local_rank: int | None = None  # the same among those of this host; None if the launcher does not say
+    local_rank: int | None = None  # the same among those of this host; None if the launcher does not tell
 
 
 def _number(environ: Mapping[str, str], *names: str) -> int | None:
@@ -73,8 +73,8 @@ def detect(environ: Mapping[str, str] = os.environ) -> Launch | None:
         if name == "torchrun" and "TORCHELASTIC_RUN_ID" not in environ:
             continue
         if name == "slurm":
-            # SLURM_NTASKS alone means nothing: a batch script and the shell of salloc have it as well, set to what was
-            # asked for. Only srun starts a step, and a step has a number.
+            # SLURM_NTASKS alone means nothing: a batch script and the shell of salloc have it as well, set to
+            # the number requested. Only srun starts a step, and a step has a number.
             step = _number(environ, "SLURM_STEP_ID", "SLURM_STEPID")
             if step is None or step >= _SLURM_SPECIAL_STEPS:
                 continue
@@ -87,7 +87,7 @@ def detect(environ: Mapping[str, str] = os.environ) -> Launch | None:
 
 
 def ranks_of_host(environ: Mapping[str, str] = os.environ) -> int:
-    """Return the number of the job's ranks on this host; 1 if the launcher does not say.
+    """Return the number of the job's ranks on this host; 1 if the launcher does not tell.
 
     >>> ranks_of_host({"OMPI_COMM_WORLD_LOCAL_SIZE": "4"})
     4
@@ -128,7 +128,7 @@ def singletons(
     """Return the problem if N processes were started and every one of them is rank 0 of 1.
 
     This happens without an error when the launcher and the MPI library do not speak the same protocol, and with
-    launchers that speak none of MPI's.
+    launchers that speak no protocol of MPI.
 
     >>> srun = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "2"}
     >>> singletons(1, "mpich", srun, "/env/bin/python", ["python", "train.py"]).fix

@@ -9,7 +9,7 @@ import os
 import re
 from collections.abc import Mapping
 
-from mpicomp.job import launcher, say
+from mpicomp.job import launcher, print_stderr
 
 _OPENMP = re.compile(r"/\S*lib(?:gomp|omp|iomp5)\b\S*\.so\S*")
 _warned = False
@@ -45,12 +45,12 @@ def binds(environ: Mapping[str, str]) -> bool:
     >>> binds({"OMP_PROC_BIND": "close"}), binds({"OMP_PROC_BIND": "false"}), binds({"OMP_PLACES": "cores"}), binds({})
     (True, False, True, False)
     """
-    said = environ.get("OMP_PROC_BIND", "").strip().lower()
-    return said not in ("", "false") or (not said and bool(environ.get("OMP_PLACES")))
+    bind = environ.get("OMP_PROC_BIND", "").strip().lower()
+    return bind not in ("", "false") or (not bind and bool(environ.get("OMP_PLACES")))
 
 
 def widen() -> None:
-    """Give the calling thread, which is none of OpenMP's, the processors that the process had; say so once a job."""
+    """Restore the process's affinity for the calling thread (OpenMP narrows it); warn once."""
     global _warned
     found = narrowed()
     if found is None:
@@ -61,7 +61,7 @@ def widen() -> None:
     if not _warned and (launch is None or launch.rank in (None, 0)):
         _warned = True
         bind, places = (os.environ.get(name, "") for name in ("OMP_PROC_BIND", "OMP_PLACES"))
-        say(
+        print_stderr(
             f"OMP_PROC_BIND={bind} OMP_PLACES={places} has bound the main thread to {len(now)} of the "
             f"{len(had)} processors of this process; mpicomp's threads use all of these. Ranks that no launcher binds "
             "compute on the same ones: unset OMP_PROC_BIND, or bind ranks, as `mpiexec -bind-to core` and "

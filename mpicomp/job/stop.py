@@ -24,7 +24,7 @@ def stop_on_signals(*signals: int) -> None:
     Parameters
     ----------
     *signals : int
-        None stand for SIGTERM and SIGUSR1.
+        By default SIGTERM and SIGUSR1.
 
     Raises
     ------
@@ -33,7 +33,7 @@ def stop_on_signals(*signals: int) -> None:
 
     Notes
     -----
-    After a step of a `mpicomp.Reducer`, or of an optimizer that has one, ``reducer.last_step.stop`` says whether some
+    After a step of a `mpicomp.Reducer`, or of an optimizer that has one, ``reducer.last_step.stop`` tells whether some
     rank was asked by then: the same on all ranks of the reducer. A script then saves what it needs and leaves with the
     status `mpicomp.STOPPED`. A second signal changes nothing, so a rank that hangs has to be killed.
     """

@@ -5,7 +5,7 @@ import os
 from collections.abc import Mapping
 
 from mpicomp.errors import ConfigurationError
-from mpicomp.job import say
+from mpicomp.job import print_stderr
 
 FLAGS = ("MPICOMP_ABORT", "MPICOMP_NAPS", "MPICOMP_CUDA_AWARE", "MPICOMP_PROBE")
 SECONDS = ("MPICOMP_STALL", "MPICOMP_STALL_END")
@@ -71,4 +71,4 @@ def report_unknown(environ: Mapping[str, str] = os.environ) -> None:
             if name.startswith("MPICOMP_") and name not in known:
                 near = difflib.get_close_matches(name, known, n=1, cutoff=0.8)
                 hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(known[:7])}"
-                say(f"the environment variable {name} is unknown and has no effect; {hint}")
+                print_stderr(f"the environment variable {name} is unknown and has no effect; {hint}")

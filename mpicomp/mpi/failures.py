@@ -18,7 +18,7 @@ import numpy as np
 from mpi4py import MPI
 
 from mpicomp.errors import ConfigurationError, RankFailedError
-from mpicomp.job import abort, say
+from mpicomp.job import abort, print_stderr
 from mpicomp.mpi.transport import Backoff
 
 _DEAD = tuple(getattr(MPI, name, -1) for name in ("ERR_PROC_FAILED", "ERR_PROC_FAILED_PENDING", "ERR_REVOKED"))
@@ -125,7 +125,7 @@ class UnreportedDeaths:
         elif self._waited_since is None:
             self._waited_since = time.monotonic()
         elif time.monotonic() - self._waited_since > GRACE_S:
-            say(
+            print_stderr(
                 f"rank {self._rank} waits, rank {', '.join(map(str, dead))} of this host has died, and MPI has not "
                 f"reported it for {GRACE_S:g} s; ending the job: start it again from its last checkpoint"
             )

@@ -17,7 +17,7 @@ from mpi4py import MPI
 from numpy.typing import NDArray
 
 from mpicomp.errors import ConfigurationError
-from mpicomp.job import say, variables
+from mpicomp.job import print_stderr, variables
 from mpicomp.mpi.channel import Channel
 from mpicomp.mpi.channel_sets import NAMES, ChannelSet, Closings
 from mpicomp.mpi.failures import Process, UnreportedDeaths, fault_tolerant, kept, running_process
@@ -83,7 +83,7 @@ class Pool:
             channel_set.generation += 1
         if self._dropped and not self._has_warned and comm.rank == 0:
             self._has_warned = True
-            say(
+            print_stderr(
                 "reducers or transports were dropped without close(); their communicators are used again as "
                 "soon as every rank has collected them. Call close() where one is needed no longer"
             )
@@ -243,7 +243,7 @@ def _barrier(comm: MPI.Comm) -> None:
         nonlocal has_warned
         if not has_warned and time.monotonic() - began > (seconds if seconds > 0 else STALL_S):
             has_warned = True
-            say(
+            print_stderr(
                 f"rank {MPI.COMM_WORLD.rank} has waited for {time.monotonic() - began:.0f} s for the other "
                 "ranks to make a reducer or a transport, too; all ranks of its communicator have to. MPICOMP_STALL=0 "
                 "turns this off"

@@ -34,7 +34,7 @@ from typing import Any, NamedTuple
 from mpi4py import MPI
 
 from mpicomp.errors import RankFailedError
-from mpicomp.job import abort, say
+from mpicomp.job import abort, print_stderr
 from mpicomp.mpi.channel import Channel
 from mpicomp.mpi.channel_sets import Closing, Closings
 from mpicomp.mpi.failures import failure_of
@@ -267,7 +267,7 @@ class Watchdog:
         position = Position(state, *(rounds or [(0, 0)])[0], begun, watcher.interrupted_s() > 0)
         self._mailbox.send(other, Kind.ANSWER, key, number, *position)
         if state == RankState.BROKE_OFF and abort.wanted():
-            say(
+            print_stderr(
                 f"rank {self._names[self._mailbox.rank]} broke off what rank {self._names[other]} still waits "
                 f"for; ending the job. What broke it off:\n{self._broken[key]}"
             )
@@ -412,7 +412,7 @@ class Watchdog:
         activity, values = self.activity
         doing = f" of {activity % values}" if activity else ""
         waited_s = time.monotonic() - inquiry.wait.since
-        say(
+        print_stderr(
             f"rank {self._names[self._mailbox.rank]} has waited for {waited_s:.{0 if waited_s >= 10 else 1}f} s in "
             f"the {inquiry.wait.operation}{doing}: {text}"
         )

@@ -13,7 +13,7 @@ import torch
 from mpicomp.collectives import fitting
 from mpicomp.compressors import Compressor, get_compressor
 from mpicomp.errors import ConfigurationError
-from mpicomp.job import abort, say
+from mpicomp.job import abort, print_stderr
 from mpicomp.mpi.connect import connected
 from mpicomp.mpi.rounds import Group, Rounds, gather_rows
 from mpicomp.policies import Policy, get_policy
@@ -364,7 +364,7 @@ class _UpdateExchange(Exchange):
         group = self.transport.group
         if not self._state_reported and has_own_steps(self.shared, group):
             self._state_reported = True
-            say(
+            print_stderr(
                 f"rank {group.rank}: {WHO}: state_dict() between two exchanges has steps of this rank alone; save it, "
                 "and the model's, on every rank, or call optimizer.synchronize() on all ranks first"
             )
@@ -410,7 +410,7 @@ def has_own_steps(shared: SharedParameters, group: Group) -> bool:
 def report_own_steps(shared: SharedParameters, group: Group) -> None:
     """Tell the user where an optimizer ends between two exchanges."""
     if abort.status == 0 and has_own_steps(shared, group):
-        say(
+        print_stderr(
             f"rank {group.rank}: {WHO} ends with steps that were not exchanged, so that the ranks' models differ; call "
             "optimizer.synchronize() on all ranks after the last step"
         )

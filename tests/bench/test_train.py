@@ -276,7 +276,7 @@ def test_updates_are_exchanged_at_their_interval(comm, tmp_path, capsys, argumen
         (["--compressor", "onebit", "--warmup", "ramp:1"], "which onebit does not have"),
         (["--compressor", "lgc", "--warmup", "1"], "begins with a warm-up of its own"),
         (["--lr-scale", "0"], "train: --lr-scale must be a number above 0, got 0.0"),
-        (["--every", "2"], "--every says nothing; name --exchange updates"),
+        (["--every", "2"], "--every has no effect; name --exchange updates"),
         (["--exchange", "update"], "unknown name 'update'; did you mean 'updates'"),
         (["--exchange", "updates", "--every", "0"], "--every must be an integer of at least 1"),
         (["--exchange", "updates", "--every", "often"], "a number of steps or 'auto', got 'often'"),
@@ -300,7 +300,7 @@ def test_bad_options_are_refused_before_mpi_starts(arguments, text, capsys):
     [
         (["--task", "digit"], "task: unknown name 'digit'; did you mean 'digits'"),
         slow(["--shard", "2"], "two replicas of 2 ranks, and this job has 2 ranks; start it with mpiexec -n 4"),
-        slow(["--compressor", "topk", "--warmup", "2"], "leaves none of 2 steps to what comes"),
+        slow(["--compressor", "topk", "--warmup", "2"], "takes all 2 steps; give it fewer"),
         slow(["--seed", "-1"], "seed"),
         slow(["--data", "/nonexistent.npz"], "/nonexistent.npz"),
     ],

@@ -43,8 +43,8 @@ ANSWERS = [
       for source in (QUERY, KINDS) for answer in (0, 1)),
     ("MPICH", "", KINDS.format(1, 5), {}, False, "overrules this$"),
     # The setting counts more than the library.
-    ("Open MPI", "", QUERY.format(1), {"MPICOMP_CUDA_AWARE": "0"}, False, "^MPICOMP_CUDA_AWARE=0 says so$"),
-    ("Open MPI", "", QUERY.format(0), {"MPICOMP_CUDA_AWARE": "1"}, True, "^MPICOMP_CUDA_AWARE=1 says so$"),
+    ("Open MPI", "", QUERY.format(1), {"MPICOMP_CUDA_AWARE": "0"}, False, "^set by MPICOMP_CUDA_AWARE=0$"),
+    ("Open MPI", "", QUERY.format(0), {"MPICOMP_CUDA_AWARE": "1"}, True, "^set by MPICOMP_CUDA_AWARE=1$"),
     ("MPICH", "", QUERY.format(1), {"MPICOMP_CUDA_AWARE": "maybe"}, False,
      "^MPICOMP_CUDA_AWARE must be 0 or 1, got 'maybe', which counts as 0$"),
     # These were built for CUDA and answer yes; GPU memory would crash them under these settings.
@@ -115,7 +115,7 @@ def test_a_probe_that_went_well_is_not_enough(library):
     """It has sent to itself: the way to other ranks may know no GPUs."""
     value, reason = cuda_aware("MPICH", library("int other;"), {}, probed=YES)
     assert value is False
-    assert "which tells nothing of other ranks" in reason
+    assert "which proves nothing about other ranks" in reason
 
 
 @pytest.mark.parametrize(

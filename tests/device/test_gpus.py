@@ -89,7 +89,7 @@ def test_a_mask_of_another_rank(mask):
 
 def test_a_launcher_without_a_local_rank_is_refused():
     pmix = {"PMIX_SIZE": "4", "PMIX_RANK": "2"}
-    with pytest.raises(LaunchError, match=r"speaks PMIX does not say .* set CUDA_VISIBLE_DEVICES for each rank"):
+    with pytest.raises(LaunchError, match=r"speaks PMIX does not tell .* set CUDA_VISIBLE_DEVICES for each rank"):
         gpus.local_device(pmix, FOUR)
     assert gpus.local_device(pmix | {"CUDA_VISIBLE_DEVICES": "2"}, FOUR) == 0
 

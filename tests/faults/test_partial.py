@@ -264,4 +264,4 @@ def test_training_without_writable_files_ends_with_an_error(mpiexec, disk, what)
         lines = [json.loads(line) for line in file.read_text().splitlines()]
         assert 0 < len(lines) < 30
         assert f"has no line of step {len(lines)} and those after it" in done.stderr
-        assert "Training goes on, and ends with this error" in done.stderr
+        assert "Training continues, and ends with this error" in done.stderr

@@ -38,9 +38,9 @@ def _places(report: dict[str, Any]) -> list[Line]:
             ("" if number else "hosts", f"{host['name']}: {_plural(len(host['ranks']), 'rank')}, "
              f"{_plural(host['cores'], 'core')}")
         )  # fmt: skip
-    # Ranks one after the other that are bound alike share a line.
-    alike = itertools.groupby(report["binding"], key=lambda one: (one["host"], one["cpus"], one["threads"]))
-    for number, ((host, cpus, threads), group) in enumerate(alike):
+    # Successive ranks with the same binding share a line.
+    bindings = itertools.groupby(report["binding"], key=lambda one: (one["host"], one["cpus"], one["threads"]))
+    for number, ((host, cpus, threads), group) in enumerate(bindings):
         first, *others = [one["rank"] for one in group]
         who = f"rank {first}" if not others else f"ranks {first}-{others[-1]}"
         lines.append(("" if number else "binding", f"{who}: cpus {cpus} of {host}, {_plural(threads, 'thread')} each"))

@@ -40,7 +40,7 @@ def _version(*names: str) -> str | None:
 
 
 def packages() -> dict[str, str | None]:
-    """Return the versions of the packages that matter, None for those not installed; imports none of them."""
+    """Return the versions of the packages that matter, None for those not installed, without importing any."""
     found = {name: _version(name) for name in _PACKAGES}
     found["cupy"] = _version("cupy", "cupy-cuda13x", "cupy-cuda12x")  # its wheels are named after their CUDA
     return found | {"mpicomp": __version__}
@@ -76,7 +76,7 @@ def load_mpi(launch: launcher.Launch | None) -> tuple[Any, Problem | None]:
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
-        # The first line says that no library was found, the others name every path that was tried.
+        # Its first line reports that no library was found, the others name every path that was tried.
         reason = str(error).split("\n")[0]
         return None, Problem(f"mpi4py finds no MPI library: {reason}", _INSTALL)
     missing = missing_gpu_library(MPI.Get_library_version(), files(), os.environ) if asks_for_gpus else None
@@ -143,7 +143,7 @@ def visible_gpus(environ: Mapping[str, str] = os.environ, listing: str | None = 
 
 
 def thread_count(environ: Mapping[str, str], cpus: int) -> tuple[int, str]:
-    """Return the number of threads that a rank with so many cpus computes with, and the setting it comes from.
+    """Return the number of threads with which a rank on ``cpus`` processors computes, and the setting it comes from.
 
     >>> thread_count({"OMP_NUM_THREADS": "4"}, 16)
     (4, 'OMP_NUM_THREADS=4')

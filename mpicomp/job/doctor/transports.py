@@ -54,7 +54,7 @@ def detect_transports(
         return _open_mpi(files, cards, environ)
     device = re.search(r"Device:\s*(ch\d:\S+)((?: +\w+)*)", version)
     if device is None:
-        return Transports(UNKNOWN, UNKNOWN, UNKNOWN, f"{vendor} does not say what it was built with")
+        return Transports(UNKNOWN, UNKNOWN, UNKNOWN, f"{vendor} does not report its transports")
     reasons = [f"MPICH device {device[1]}{device[2]}"]
     no_local = (_setting("MPIR_CVAR_NOLOCAL", environ, reasons) or "0").lower() in ("1", "t", "true", "yes", "on")
     # Of several that were built in, the first one is taken.
@@ -163,5 +163,5 @@ def fork_safety(
         return ForkSafety(method, False, reason)
     safe = next((f"{name}={environ[name]}" for name in _FORK_SAFE if environ.get(name, "0") != "0"), None)
     if safe is not None:
-        return ForkSafety(method, False, f"{safe} keeps what {', '.join(cards)} has registered from the child")
+        return ForkSafety(method, False, f"{safe} keeps memory that {', '.join(cards)} has registered from the child")
     return ForkSafety(method, True, f"{', '.join(cards)} reads and writes memory that a forked child gets copies of")
