@@ -21,7 +21,7 @@ _NUM_STEPS = 2  # a collective may differ in its first step
 
 
 class Outcome(NamedTuple):
-    """One exchange: results and transports of all ranks, their arrays before it, and what they exchanged."""
+    """One exchange: results and transports of all ranks, their arrays before it, and the inputs of the exchange."""
 
     results: list[Result]
     transports: Sequence[Transport]
