@@ -11,6 +11,7 @@ import weakref
 
 import pytest
 import torch
+from marks import slow
 from replicas import assert_equal, close_at_end, distribute, network, sgd, square, train
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -66,13 +67,13 @@ def hooks(optimizer, seen):
     optimizer.register_step_post_hook(lambda *_: seen.append("post"))
 
 
-WAYS = [wrapper, method, compiled, several, hooks]
+WAYS = [wrapper, method, slow(compiled), several, hooks]  # test_states.py has a compiled model among quick tests
 CALLS = {wrapper: ["wrapper"], method: ["method"], several: ["wrapper"], hooks: ["pre", "post"]}
 
 
 @pytest.mark.parametrize("closure", [False, True], ids=["plain", "closure"])
 @pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+@pytest.mark.parametrize("way", WAYS)
 def test_step_with_something_around_it_exchanges_once(way, when, closure):
     if (way, when) == (compiled, "after"):
         torch._dynamo.reset()
