@@ -1,4 +1,4 @@
-"""The GPU of a rank, for benchmarks and trainings: errors name in a line what is missing, and what to do."""
+"""The GPU of a rank, for benchmarks and trainings: errors name in a line the missing part, and the remedy."""
 
 import importlib
 from typing import Any

@@ -75,8 +75,8 @@ def check_memory(settings: Settings) -> None:
     """Refuse arrays that are too long to be selected from, or that would not fit into memory."""
     if settings.numel >= _MAX_NUMEL:
         raise ConfigurationError(f"bench kernels: --numel must be below 2**32, got {settings.numel}")
-    # Gradients, the bucket, the copy, magnitudes, the rivals' results and, for each ratio, a sum and a mean; what
-    # quantisers send, which they share, and a mean.
+    # Gradients, the bucket, the copy, magnitudes, the rivals' results and, for each ratio, a sum and a mean;
+    # the quantisers' messages, which they share, and a mean.
     arrays = POOL + 2 + 1 + 1 + 6 + 2 * len(settings.ratios) + 2
     needed, free = arrays * settings.numel * DTYPE.itemsize, _available_bytes()
     if free is not None and needed > free:
@@ -132,7 +132,7 @@ def _event_clock(kernel: Kernel) -> float:
 
 
 def _host_kernels(settings: Settings, gradients: Gradients) -> Iterator[Kernel]:
-    """Yield compressors, which share buckets and workspaces, and kernels on what exact top-k leads to."""
+    """Yield compressors, which share buckets and workspaces, and kernels on the inputs that exact top-k leads to."""
     short = Gradients(min(_SETTLING_NUMEL, settings.numel), seed=1)
     numel, threads = settings.numel, settings.threads
     buckets: dict[Any, Bucket] = {}
@@ -166,7 +166,7 @@ def _host_kernels(settings: Settings, gradients: Gradients) -> Iterator[Kernel]:
 
 
 def _gpu_kernels(settings: Settings, gradients: Gradients) -> Iterator[Kernel]:
-    """Yield compressors, each with a bucket of its own, and kernels on what exact top-k leads to."""
+    """Yield compressors, each with a bucket of its own, and kernels on the inputs that exact top-k leads to."""
     device, numel = gradients.device, gradients.numel
     for compressor in settings.compressors:
         yield compress_on_gpu(compressor, gradients)

@@ -38,7 +38,7 @@ _GET_ADDRESS = 0x8915  # SIOCGIFADDR
 def process_group(transport: Transport) -> Iterator[None]:
     """Make the transport's ranks torch.distributed's default group. Collective; in the end nothing is left of it."""
     if not distributed.is_available() or not distributed.is_gloo_available():
-        raise ConfigurationError("gloo: this PyTorch was built without it; leave out what sums by it")
+        raise ConfigurationError("gloo: this PyTorch was built without it; leave out the exchanges that use it")
     group = transport.group
     one_host = transport.group.hosts == 1
     with _interface("lo" if one_host else None):

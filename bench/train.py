@@ -259,7 +259,7 @@ class _Recording:
         return phases
 
     def finish(self) -> None:
-        """Exchange what the last steps have changed where updates are exchanged. Collective."""
+        """Exchange the changes of the last steps where updates are exchanged. Collective."""
         if not self._replica.exchanges_updates:
             return
         optimizer = self._replica.optimizer
@@ -412,8 +412,8 @@ def estimate(
 ) -> tuple[float, float]:
     """Return the seconds of the exchange in a step, and of a step with the best dense exchange.
 
-    Kernels take what they took in steps, and rounds what the probe measured, once in ``every`` steps; the remaining
-    work of a dense step is the same.
+    Kernels take their seconds in steps, and rounds those that the probe measured, once in ``every`` steps; the
+    remaining work of a dense step is the same.
     """
     exchange_s = phases_s["compress"] + exchange.rounds_s / every + phases_s["decode"]
     return exchange_s, max(step_s - exchange_s, phases_s["compute"] + phases_s["update"]) + dense.seconds
@@ -520,7 +520,7 @@ def table(trained: Trained) -> str:
     if run.gain is not None:
         lines.append(f"gain (share of the accumulated gradient's energy that was sent): {run.gain:.3f}")
     if run.delay is not None:
-        late = "energy that waits in residuals over what a step sends, second half"
+        late = "energy that waits in residuals over that sent in a step, second half"
         lines.append(f"delay ({late}): {run.delay:.3g} steps")
     lines.append(chosen_table(trained.plans))
     return "\n".join(lines)

@@ -204,7 +204,7 @@ class MpicompReplica(Replica):
 
 
 def shard(model: torch.nn.Module, mesh: Any, **settings: Any) -> None:
-    """Shard each layer of a model's sequences as a group of its own, and then what is left."""
+    """Shard each layer of a model's sequences as a group of its own, and then the rest."""
     from torch.distributed.fsdp import fully_shard  # long to import
 
     sequences = (torch.nn.Sequential, torch.nn.ModuleList)

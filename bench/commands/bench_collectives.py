@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from mpicomp.cost import CostModel
     from mpicomp.mpi import Transport
 
-HELP = "time every exchange among the ranks of this job, check it, and compare what auto chooses with the best"
+HELP = "time every exchange among the ranks of this job, check it, and compare auto's choice with the best"
 
 _COMMAND = "bench collectives"
 _NUMELS = "1024,1048576,16777216"
@@ -87,7 +87,7 @@ def run(arguments: argparse.Namespace) -> int:
     if not 0 < arguments.limit < float("inf"):
         raise ConfigurationError(f"{_COMMAND}: --limit must be a number of seconds above 0, got {arguments.limit}")
     if arguments.known is not None and arguments.calibrate is not None:
-        raise ConfigurationError(f"{_COMMAND}: --calibrate measures what --from reads; give one of them")
+        raise ConfigurationError(f"{_COMMAND}: --calibrate measures the model that --from reads; give one of them")
     check_writable(_COMMAND, arguments.json, arguments.calibrate)
     errors = _errors(arguments)
 
@@ -276,8 +276,8 @@ class _Printer:
         for row in wrong:
             plan = " ".join(filter(None, (row["compressor"], row["settings"], row["collective"])))
             print(
-                f"\nWRONG: {plan} with {row['numel']} elements: the mean is not what "
-                f"the gradients add up to, or differs between ranks (error {row['error']:.2g})"
+                f"\nWRONG: {plan} with {row['numel']} elements: the mean is not "
+                f"that of the gradients, or differs between ranks (error {row['error']:.2g})"
             )
         return 1 if wrong else 0
 

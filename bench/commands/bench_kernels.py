@@ -54,12 +54,12 @@ def run(arguments: argparse.Namespace) -> int:
     check_memory(settings)
     check_writable(_COMMAND, arguments.json)
     name, device = "cpu", HOST
-    what = f"{arguments.threads} thread{'s' * (arguments.threads > 1)}"
+    where = f"{arguments.threads} thread{'s' * (arguments.threads > 1)}"
     if arguments.device == "gpu":
-        name = what = devices.device_name(_COMMAND)
+        name = where = devices.device_name(_COMMAND)
         device = devices.current_gpu(_COMMAND)
 
-    print(f"{_COMMAND}: {settings.numel:,} float32, {what}; copies are multiples of a memcpy", flush=True)
+    print(f"{_COMMAND}: {settings.numel:,} float32, {where}; copies are multiples of a memcpy", flush=True)
     found = measure(settings, device)
     results.show(found, _COLUMNS if arguments.device == "cpu" else _ON_A_GPU)
     if arguments.json is not None:

@@ -1,4 +1,4 @@
-"""``mpicomp bench training``: what exchanging gradients leaves of the throughput of training."""
+"""``mpicomp bench training``: the throughput of training with each exchange."""
 
 import argparse
 from collections.abc import Mapping, Sequence

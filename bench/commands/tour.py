@@ -6,7 +6,7 @@ import shutil
 import subprocess
 import sys
 
-HELP = "see what it is for: train on four emulated hosts, with dense exchange and without, in three minutes"
+HELP = "see its use: train on four emulated hosts, with dense exchange and without, in three minutes"
 
 HOSTS, BANDWIDTH = 4, "200mbit"
 _MIN_STEPS = 10

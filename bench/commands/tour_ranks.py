@@ -124,13 +124,13 @@ def _show(finished: list[tuple[str, Any, str]], report: str, is_simulated: bool)
     from rich.table import Table
 
     dense, runs = finished[0][1].run, []
-    what = dense.quality["name"]
+    quality = dense.quality["name"]
     for name, trained, path in finished:
         trained.run.verdict = judge(trained, None if trained.run is dense else dense)
         runs.append(Run(name, trained.run, read_lines(path)))
     found = race(runs)
     if found is None:
-        raise MpicompError(f"tour: {what} is not finite in two of the trainings, so that nothing can be compared")
+        raise MpicompError(f"tour: {quality} is not finite in two of the trainings, so that nothing can be compared")
     needed = {run.name: s for run, s in found.seconds}  # infinite where a run did not get there
     ended = {run.name: [line.quality for line in run.lines if line.quality is not None][-1] for run in runs}
     drawn = {run.name: min(needed[run.name], float(run.elapsed[-1])) for run in runs}
@@ -149,9 +149,9 @@ def _show(finished: list[tuple[str, Any, str]], report: str, is_simulated: bool)
             part += f", sent {times(dense.wire_bytes / outcome.wire_bytes)} fewer bytes"
         parts.append(f"{part} and ended at {digits(ended[name], 4)}")
     links = f"{BANDWIDTH} a host" + (", simulated links" if is_simulated else "")
-    print(f"\nSeconds to a {what} of {digits(found.level)}, four hosts, {links}:", flush=True)
+    print(f"\nSeconds to a {quality} of {digits(found.level)}, four hosts, {links}:", flush=True)
     Console().print(table)
-    print(f"\nTo that {what} {'; '.join(parts)}.", flush=True)
+    print(f"\nTo that {quality} {'; '.join(parts)}.", flush=True)
     draw_report(runs, report)
     print(f"Curves, phases and chosen plans: {report}", flush=True)
 

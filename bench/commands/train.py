@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--exchange",
         default="gradients",
-        help="gradients (default), or updates: ranks step by themselves and exchange what that has changed; as JSON "
+        help="gradients (default), or updates: ranks step by themselves and exchange the changes; as JSON "
         """with settings of UpdateOptimizer, such as '{"id": "updates", "outer": {"lr": 0.7, "momentum": 0.9}}'; """
         "muon: ranks step by Muon and AdamW, and exchange changes in one bit an element every 10 steps",
     )
@@ -64,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="dense steps that come first, or steps of DGC's ramp, whose ratios fall from 0.25 to the compressor's "
         "(default: 20, and at most half of all steps, with a compressor and neither a collective nor a policy; else 0)",
     )
-    parser.add_argument("--steps", type=int, help="number of steps (default: what the task is tuned for)")
+    parser.add_argument("--steps", type=int, help="number of steps (default: that for which the task is tuned)")
     parser.add_argument("--seed", type=int, default=0, help="of the model, the batches and the schemes (0)")
     parser.add_argument("--data", metavar="PATH", help="your own text (text-gpt, text-lstm) or npz (digits)")
     parser.add_argument(
@@ -283,9 +283,9 @@ def _check_against_dense(arguments: argparse.Namespace, compressor: "Compressor 
         ("--checkpoints", arguments.checkpoints is not None),
         ("--on-failure shrink", arguments.on_failure != "abort"),
     )
-    for what, there in others:
-        if there:
-            raise ConfigurationError(f"train: --against-dense trains twice, which {what} does not go with; drop one")
+    for option, is_set in others:
+        if is_set:
+            raise ConfigurationError(f"train: --against-dense trains twice, which {option} does not go with; drop one")
 
 
 def _dense(settings: "Settings") -> "Settings":

@@ -202,7 +202,7 @@ class Head:
 
 
 def _like_a_shell() -> None:
-    """Undo in a child what the lab has set for itself; a background job inherits SIGINT ignored."""
+    """Undo in a child the lab's own signal handling; a background job inherits SIGINT ignored."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD, signal.SIGPIPE):
         signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())

@@ -90,7 +90,7 @@ def environment(mpi: str, hosts: int, ppn: int, caller: Mapping[str, str]) -> di
     defaults["OMP_NUM_THREADS"] = str(max(1, cores // ranks))
     if ranks > cores:
         defaults["MPICOMP_NAPS"] = "1"
-    # Hosts have boot ids of their own, and would each compile what is compiled already on this machine.
+    # Hosts have boot ids of their own, and would each compile kernels that this machine has already.
     if BOOT_ID.exists():
         defaults["MPICOMP_BOOT_ID"] = BOOT_ID.read_text().strip()
     for name, value in defaults.items():

@@ -36,10 +36,10 @@ _TURN_NS = 100_000  # the kernel's least
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-def _check(result: int, what: str) -> None:
+def _check(result: int, call: str) -> None:
     if result != 0:
         code = ctypes.get_errno()
-        raise OSError(code, f"{what}: {os.strerror(code)}")
+        raise OSError(code, f"{call}: {os.strerror(code)}")
 
 
 def unshare(flags: int) -> None:
@@ -77,7 +77,7 @@ def enter_user_namespace() -> None:
 
 def enter(pid: int, kinds: Iterable[str]) -> None:
     """Move this process into namespaces of the process `pid`, named as in ``/proc/PID/ns``."""
-    # All are opened first: entering the mount namespace changes what /proc is.
+    # All are opened first: entering the mount namespace changes /proc.
     descriptors = [os.open(f"/proc/{pid}/ns/{kind}", os.O_RDONLY | os.O_CLOEXEC) for kind in kinds]
     for descriptor in descriptors:
         _check(_libc.setns(ctypes.c_int(descriptor), ctypes.c_int(0)), "setns")

@@ -209,5 +209,5 @@ def forward(
 
 
 def prepare(arguments: tuple[Any, ...]) -> None:
-    """Compile `forward` for such arguments, or load what was compiled before."""
+    """Compile `forward` for such arguments, or load the compiled code."""
     forward.compile(tuple(_typeof(argument) for argument in arguments))

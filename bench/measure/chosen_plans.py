@@ -37,7 +37,7 @@ class Ran:
     ratio: float  # kept fraction that was asked for; 1 where the compressor has none
     collective: str
     share: float  # of the elements that were exchanged. With one bucket that is the share of steps
-    ratio_reached: float  # kept fraction, mean over what it has carried
+    ratio_reached: float  # kept fraction, mean over its exchanges
 
     def entry(self) -> PlanEntry:
         """Return its entry in ``train --json``."""

@@ -149,7 +149,7 @@ class Runner:
     def _note(self, start: float, end: float, record: StepRecord) -> None:
         bucket = record.buckets[0]
         phases = [bucket.phases_s[name] for name in ("compress", "exchange", "decode")]
-        if record.agreed:  # the first step: what else it does is done once
+        if record.agreed:  # the first step: its other work is done once
             start = end - sum(phases)
         numbers = [end - start, *phases, record.choosing_s, bucket.sent_bytes, bucket.wire_bytes, start, end]
         self._last = np.array(numbers, np.float64)

@@ -116,7 +116,7 @@ class Gradients:
 
     def _laplace(self, size: int) -> NDArray[np.float32]:
         array = np.empty(size, np.float32)
-        for start in range(0, size, 1 << 20):  # by pieces: what is taken away needs memory too
+        for start in range(0, size, 1 << 20):  # by pieces: the subtracted array needs memory too
             part = array[start : start + (1 << 20)]
             self._random.standard_exponential(out=part, dtype=np.float32)
             part -= self._random.standard_exponential(part.size, dtype=np.float32)

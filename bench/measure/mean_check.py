@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 BLOCKS = 64  # sums of an array, each of a part of it
 
-_PERIOD = 8_191  # a prime, so that errors that repeat do not keep step; below what BLAS would cut among threads
+_PERIOD = 8_191  # a prime, so that errors that repeat do not keep step; below the length that BLAS cuts among threads
 _UNIT = 2.0**-24  # largest relative error of rounding to float32
 _SIGMAS = 8  # beyond which signed sums of rounding errors lie with a probability of 3e-14 (Hoeffding)
 
@@ -75,7 +75,7 @@ def statement(
 def judge(statements: NDArray[np.float64], lossless: bool) -> Check:
     """Compare the numbers of the ranks; the same on all ranks that were given the same.
 
-    An element of rank r is rounded when residual and gradient are added, when what was sent is taken off, and on its
+    An element of rank r is rounded when residual and gradient are added, when the sent part is subtracted, and on its
     way through a sum of all ranks and a division: at most ranks + 3 times. Errors of different signs add up like a
     random walk, of which each sum's length is at most the arrays' norms.
     """

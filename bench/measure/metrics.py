@@ -15,7 +15,9 @@ from mpicomp.job import print_stderr
 
 _FLUSH_S = 0.25  # seconds after which lines are written: a job that dies loses no more
 _MAX_LINES = 256  # lines that are kept until then
-_encoder = msgspec.json.Encoder(enc_hook=lambda number: number.item())  # NumPy's; what is not finite becomes null
+_encoder = msgspec.json.Encoder(
+    enc_hook=lambda number: number.item()
+)  # NumPy's; numbers that are not finite become null
 
 
 class MetricsWriter:
@@ -28,7 +30,7 @@ class MetricsWriter:
         self._lines: list[Callable[[], Mapping[str, Any]]] = []
         self._flushed = time.perf_counter()
         try:
-            # Without a buffer: what was not written would be tried once more when it is closed.
+            # Without a buffer: the unwritten part would be tried once more when it is closed.
             self._file = None if path is None else open(path, "a+b", buffering=0)  # noqa: SIM115, closed in __exit__
         except OSError as error:
             raise FileWriteError(f"train: '{path}' cannot be written: {error}") from error

@@ -93,12 +93,12 @@ def job_environment(ranks: int, hosts: int, sharing: int) -> dict[str, Any]:
         "hosts": hosts,
         "oversubscribed": sharing > cores or naps,
         "lab": os.environ.get("MPICOMP_LAB") == "1",
-        "variables": {name: value for name, value in sorted(os.environ.items()) if _tells_nothing(name, value)},
+        "variables": {name: value for name, value in sorted(os.environ.items()) if _may_be_shown(name, value)},
     }
 
 
-def _tells_nothing(name: str, value: str) -> bool:
-    """Return whether a variable may be shown: it is one of those that matter, and holds no path."""
+def _may_be_shown(name: str, value: str) -> bool:
+    """Return whether a variable matters and holds no path."""
     return (name.startswith(_VARIABLES) or name in _MORE_VARIABLES) and os.sep not in value
 
 

@@ -50,7 +50,7 @@ class PlanRow(TypedDict):
     compress_s: Annotated[float | None, "median, on each sample's slowest rank: up to the last round"]
     exchange_s: Annotated[float | None, "likewise: in rounds, waiting for others included"]
     decode_s: Annotated[float | None, "likewise: after them"]
-    choosing_s: Annotated[float | None, "likewise: for choosing a plan and learning what it took"]
+    choosing_s: Annotated[float | None, "likewise: for choosing a plan and learning its seconds"]
     sent_bytes: Annotated[float | None, "payload that a rank handed to the transport, averaged over ranks"]
     gain: Annotated[float | None, "median of the retained share of energy"]
     algbw_gb_s: Annotated[float | None, "`4 numel / median_s`"]
@@ -88,7 +88,7 @@ class TimedPlan:
     runner: Runner | None = None  # record of its steps; None where it was not run
     first: int = 0  # the first of its steps that counts
     stopped: str | None = None  # reason for which the timing ended: ``"interval"``, ``"limit"`` or ``"once"``
-    facts: dict[str, Any] = field(default_factory=dict)  # of ``auto``: what its row has besides
+    facts: dict[str, Any] = field(default_factory=dict)  # of ``auto``: further fields of its row
 
     @property
     def samples(self) -> list[float]:

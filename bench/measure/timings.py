@@ -46,7 +46,7 @@ _SURE = 3.0  # standard errors by which a rank has to be slower than the middle 
 
 @dataclass(frozen=True)
 class Slowest:
-    """The rank with most work of its own: what a step takes less what it waits in exchanges."""
+    """The rank with most work of its own: seconds of a step less those of waiting in exchanges."""
 
     rank: int
     # Mean seconds a step by which it works longer than the middle rank (of an even number, the faster of the two in the

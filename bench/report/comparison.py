@@ -1,4 +1,4 @@
-"""The verdict of a report: of one run what train printed; of several, who reaches a quality first."""
+"""The verdict of a report: of one run the one that train printed; of several, which reaches a quality first."""
 
 import math
 from collections.abc import Sequence
@@ -33,7 +33,7 @@ def _single(run: Run) -> list[str]:
 
 @dataclass
 class Race:
-    """Seconds until each run reaches what the reference went nearly all the way to."""
+    """Seconds until each run reaches a quality near the reference's last one."""
 
     reference: Run  # the dense run, else the one that ends best
     level: float
@@ -106,7 +106,7 @@ def _costs(runs: Sequence[Run]) -> str:
 
 
 def _differences(runs: Sequence[Run]) -> str:
-    """Return the settings that differ besides what is compared, and how much one run of each can show."""
+    """Return the settings that differ besides those compared, and how much one run of each can show."""
     differ = []
     for key in ("ranks", "shard", "hosts", "steps", "seed", "exchange", "lr_scale"):
         values = {run.name: getattr(run.outcome, key) for run in runs if run.outcome}

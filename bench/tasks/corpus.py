@@ -13,7 +13,7 @@ import numpy as np
 # A few hundred steps see less than a megabyte; more than this only costs every rank time and memory.
 LIMIT_BYTES = 16_000_000
 
-# Skipped wherever they stand: what distributions leave out or Python removed (so that corpora differ little
+# Skipped wherever they stand: packages that distributions leave out or Python removed (so that corpora differ little
 # between installations), tests, and tables of numbers.
 _SKIPPED = frozenset({"distutils", "ensurepip", "idlelib", "lib2to3", "pydoc_data", "tkinter", "turtledemo", "venv"})
 _SKIPPED |= {"__pycache__", "dist-packages", "encodings", "site-packages", "test", "tests"}
@@ -46,7 +46,7 @@ def from_path(task: str, path: str) -> list[str]:
     left = LIMIT_BYTES
     try:
         for file in _files(path, frozenset()) if folder else [path]:
-            if folder and _is_binary(file):
+            if folder and b"\0" in _content(file, 1024):  # a binary file
                 continue
             # One byte more than allowed tells a cut from an end.
             content = _content(file, left + 1)
@@ -91,10 +91,6 @@ def _files(root: str, skipped: frozenset[str]) -> Iterator[str]:
         paths = (os.path.join(folder, name) for name in sorted(files) if not name.startswith("."))
         # Opening a named pipe would wait for its writer.
         yield from filter(os.path.isfile, paths)
-
-
-def _is_binary(path: str) -> bool:
-    return b"\0" in _content(path, 1024)
 
 
 def _content(path: str, nbytes: int = -1) -> bytes:

@@ -10,7 +10,7 @@ class Sampler:
 
     Every epoch shuffles all samples with a generator of (seed, epoch) and deals them in order: step by step,
     and within a step rank by rank. Thus no sample is seen twice in an epoch, by whichever rank, and every
-    rank computes its share alone. What does not fill a step of all ranks is left out of that epoch.
+    rank computes its share alone. Samples that do not fill a step of all ranks are left out of that epoch.
 
     >>> sampler = Sampler("digits", samples=10, batch=2, seed=0)
     >>> first, second = sampler.indices(0, 0, 2), sampler.indices(0, 1, 2)

@@ -29,11 +29,11 @@ class Updater:
             self._schedule.step()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where in the schedule the training is; what the optimizer has is not among it."""
+        """Return the place in the schedule, without the optimizer's state."""
         return {} if self._schedule is None else self._schedule.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load what `state_dict` returned, after the optimizer's own."""
+        """Load the state of `state_dict`, after the optimizer's own."""
         if self._schedule is not None:
             self._schedule.load_state_dict(state)
 

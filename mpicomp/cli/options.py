@@ -19,7 +19,7 @@ def add_plugin(parser: argparse.ArgumentParser) -> None:
         "--plugin",
         action="append",
         metavar="FILE_OR_MODULE",
-        help="load what registers names of your own, as MPICOMP_PLUGINS does; may be given several times",
+        help="load files that register names of your own, as MPICOMP_PLUGINS does; may be given several times",
     )
 
 
@@ -58,16 +58,16 @@ def load_task(command: str, arguments: argparse.Namespace, data: str | None, gro
         task.batch(0, group.rank, group.size)
     except ImportError as error:
         raise ConfigurationError(
-            f"{command}: {error}; install what it needs with pip install 'mpicomp[torch,bench]'"
+            f"{command}: {error}; install its packages with pip install 'mpicomp[torch,bench]'"
         ) from error
     except (ValueError, OSError) as error:
         raise ConfigurationError(str(error)) from error
     return task
 
 
-def add_device(parser: argparse.ArgumentParser, what: str) -> None:
+def add_device(parser: argparse.ArgumentParser, place: str) -> None:
     """Declare the option for a device."""
-    parser.add_argument("--device", choices=("cpu", "gpu"), default="cpu", help=f"{what} (%(default)s)")
+    parser.add_argument("--device", choices=("cpu", "gpu"), default="cpu", help=f"{place} (%(default)s)")
 
 
 def writes_files() -> bool:

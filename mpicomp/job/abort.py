@@ -4,7 +4,7 @@ An MPI job in which one rank stops with an error hangs: the others sit in a coll
 complete, and often the traceback is not even shown. `install` sets hooks that print it and end the job.
 It is called when MPI is first used. ``sys.exit`` alone is replaced as soon as this module is imported, in
 processes that a launcher started as one of several: in ``sys.exit(main())`` Python looks the function up
-before it calls ``main``. Until `install` was called, the replacement does what the original does.
+before it calls ``main``. Until `install` was called, the replacement acts as the original.
 
 Covered are uncaught exceptions in any thread, and ``sys.exit``, ``exit`` and ``quit`` with a status other than 0 on
 some of the ranks, unless all leave so within a second. A ``raise SystemExit(3)`` written out, or a ``sys.exit`` that
@@ -34,7 +34,7 @@ from mpicomp.errors import MpicompError
 from mpicomp.job import launcher, print_stderr, variables
 
 GRACE_S = 1.0  # seconds that a rank which leaves with an error waits for the others to do the same
-LAST_WORDS_S = 0.25  # seconds for the launcher to pass on what was printed: it drops the rest
+LAST_WORDS_S = 0.25  # seconds for the launcher to pass on the last prints: it drops the rest
 INTERRUPTED = 130  # exit status that a shell reports after SIGINT
 LIMIT_S = 10.0  # seconds after which a rank that tries to end the job is killed
 _STATUS: Any = SystemExit.__dict__["code"]  # where a SystemExit keeps it
@@ -98,7 +98,7 @@ def end_job(status: int) -> None:
         with contextlib.suppress(Exception):
             stream.flush()
     if isinstance(sys.stderr, io.StringIO):
-        # The hook of torch.distributed collects what this one prints, and would pass it on when it is too late.
+        # The hook of torch.distributed collects the text of this one, and would pass it on too late.
         with contextlib.suppress(Exception):
             print(sys.stderr.getvalue(), end="", file=sys.__stderr__, flush=True)
     # MPI_Abort may itself get stuck behind another thread's call. This timer needs neither the interpreter

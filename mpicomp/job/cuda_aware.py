@@ -1,6 +1,6 @@
 """The MPI library of this process: its file, and whether it may be given pointers to GPU memory.
 
-A wrong yes ends in a segmentation fault and a wrong no in a copy through the host: only what is certain is a yes. A
+A wrong yes ends in a segmentation fault and a wrong no in a copy through the host: only a certain yes is one. A
 library that was built for CUDA is not enough, as a setting may turn it off at run time; such settings are read
 before the library is asked. Nothing here starts MPI.
 """

@@ -84,8 +84,8 @@ def local_device(environ: Mapping[str, str] = os.environ, listing: str | None = 
     r"""Choose the GPU of this process among those of its host, before MPI starts.
 
     The ranks of a host take its GPUs in turn; where there are more ranks than GPUs, some share one. A mask in
-    ``CUDA_VISIBLE_DEVICES`` is respected: numbers count what it shows. If it shows one GPU, as when Slurm gives
-    one to each task, that is device 0 for every rank.
+    ``CUDA_VISIBLE_DEVICES`` is respected: numbers count the GPUs that it shows. If it shows one GPU, as when Slurm
+    gives one to each task, that is device 0 for every rank.
 
     Call it before ``mpi4py.MPI`` is imported, and make the device current:
     ``torch.cuda.set_device(mpicomp.local_device())`` or ``cupy.cuda.Device(mpicomp.local_device()).use()``. It starts

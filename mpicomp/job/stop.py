@@ -34,7 +34,7 @@ def stop_on_signals(*signals: int) -> None:
     Notes
     -----
     After a step of a `mpicomp.Reducer`, or of an optimizer that has one, ``reducer.last_step.stop`` tells whether some
-    rank was asked by then: the same on all ranks of the reducer. A script then saves what it needs and leaves with the
+    rank was asked by then: the same on all ranks of the reducer. A script then saves its state and leaves with the
     status `mpicomp.STOPPED`. A second signal changes nothing, so a rank that hangs has to be killed.
     """
     if threading.current_thread() is not threading.main_thread():

@@ -74,7 +74,10 @@ def test_compressors_are_named_or_configured(tmp_path):
         ([*COLLECTIVES, "--collective", "star-topk:rin"], "unknown name 'rin'"),
         ([*COLLECTIVES, "--collective", "star-topk:allgather"], "dense: does not fit collective 'allgather'"),
         ([*COLLECTIVES, "--limit", "0"], "bench collectives: --limit must be a number of seconds above 0, got 0.0"),
-        ([*COLLECTIVES, "--calibrate", "a", "--from", "b"], "--calibrate measures what --from reads; give one of them"),
+        (
+            [*COLLECTIVES, "--calibrate", "a", "--from", "b"],
+            "--calibrate measures the model that --from reads; give one of them",
+        ),
         ([*TRAINING, "--task", "digit"], "task: unknown name 'digit'; did you mean 'digits'?"),
         ([*TRAINING, "--exchange", "none,topq"], "--exchange: unknown name 'topq'; did you mean 'topk'?"),
         ([*TRAINING, "--exchange", "topq-inline"], "unknown name 'topq'; did you mean 'topk'?"),

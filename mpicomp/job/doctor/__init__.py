@@ -1,6 +1,6 @@
 """Inspection of the environment of an MPI job: library, launcher, hosts, GPUs, and the problems found with them.
 
-`mpicomp doctor` prints what `examine` returns.
+`mpicomp doctor` prints the object that `examine` returns.
 """
 
 from mpicomp.job.cuda_aware import cuda_aware, library

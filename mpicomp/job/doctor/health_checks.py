@@ -179,8 +179,8 @@ def shared_gpus(facts: Facts) -> Iterator[Problem]:
         host = ranks[0].host
         masked = next((rank for rank in ranks if rank.gpu_error is not None), None)
         if masked is not None:
-            what, _, fix = str(masked.gpu_error).removeprefix("gpu: ").rpartition("; ")
-            yield Problem(f"rank {masked.rank} on {host} works without a GPU: {what}", fix)
+            reason, _, fix = str(masked.gpu_error).removeprefix("gpu: ").rpartition("; ")
+            yield Problem(f"rank {masked.rank} on {host} works without a GPU: {reason}", fix)
         users: dict[str, list[Rank]] = {}
         for rank in ranks:
             if rank.device is not None:

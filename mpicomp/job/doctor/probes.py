@@ -89,8 +89,8 @@ def load_mpi(launch: launcher.Launch | None) -> tuple[Any, Problem | None]:
                 MPI.Session.Init(MPI.INFO_NULL, MPI.ERRORS_RETURN).Finalize()
             except MPI.Exception as error:
                 reason = str(error).strip().split("\n")[-1].rpartition("): ")[2].strip()
-                what = f"{vendor} cannot start under {launcher.describe(launch)}: {reason}"
-                return None, Problem(what, launcher.start_line(launch, "mpich"))
+                text = f"{vendor} cannot start under {launcher.describe(launch)}: {reason}"
+                return None, Problem(text, launcher.start_line(launch, "mpich"))
     if not MPI.Is_initialized():
         MPI.Init_thread()
     return MPI, None
