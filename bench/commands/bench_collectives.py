@@ -146,7 +146,6 @@ def _errors(arguments: argparse.Namespace) -> list[float]:
 def _measure_bounds(
     arguments: argparse.Namespace, numels: Sequence[int], errors: Sequence[float], transport: "Transport"
 ) -> int:
-    """Time sums within bounds, print their table on rank 0, and return 1 where a bound did not hold."""
     from mpicomp.bench.bounded_sums import Settings, measure
     from mpicomp.bench.measure import results
 

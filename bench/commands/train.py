@@ -160,7 +160,6 @@ def run(arguments: argparse.Namespace) -> int:
 def _train(
     arguments: argparse.Namespace, settings: "Settings", transport: "Transport", task: "Task", device: Any
 ) -> int:
-    """Train once, or once more with dense exchange, and write the requested files. Collective."""
     from mpicomp.bench.measure.metrics import MetricsWriter
     from mpicomp.bench.measure.progress import Progress
     from mpicomp.bench.train import Stopped, train_measured
@@ -334,7 +333,6 @@ def _compressor(arguments: argparse.Namespace) -> "Compressor | None":
 
 
 def _expand(arguments: argparse.Namespace) -> None:
-    """Replace ``--exchange muon`` by the options that it stands for, unless these are set."""
     from mpicomp.bench.training import MUON, MUON_COMPRESSOR, MUON_UPDATES
 
     if arguments.exchange == MUON:
@@ -343,7 +341,6 @@ def _expand(arguments: argparse.Namespace) -> None:
 
 
 def _updates(arguments: argparse.Namespace) -> dict[str, Any] | None:
-    """Return the settings of the exchange of updates; None for one of gradients."""
     from mpicomp.cli.options import read_named
     from mpicomp.errors import ConfigurationError, UnknownNameError
     from mpicomp.setting_checks import check_least

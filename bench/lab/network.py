@@ -112,7 +112,6 @@ def make_control(pids: Mapping[int, int]) -> None:
 
 
 def _bridge(pids: Mapping[int, int], name: str, interface: str) -> list[str]:
-    """Return lines of `ip` for a bridge of that name, and an interface on each host that it joins."""
     lines = [f"link add {name} type bridge forward_delay 0 mcast_snooping 0", f"link set {name} up"]
     for index, pid in pids.items():
         lines += [

@@ -98,7 +98,6 @@ def job_environment(ranks: int, hosts: int, sharing: int) -> dict[str, Any]:
 
 
 def _may_be_shown(name: str, value: str) -> bool:
-    """Return whether a variable matters and holds no path."""
     return (name.startswith(_VARIABLES) or name in _MORE_VARIABLES) and os.sep not in value
 
 

@@ -106,7 +106,6 @@ def _costs(runs: Sequence[Run]) -> str:
 
 
 def _differences(runs: Sequence[Run]) -> str:
-    """Return the settings that differ besides those compared, and how much one run of each can show."""
     differ = []
     for key in ("ranks", "shard", "hosts", "steps", "seed", "exchange", "lr_scale"):
         values = {run.name: getattr(run.outcome, key) for run in runs if run.outcome}

@@ -88,7 +88,6 @@ class LanguageTask(Task):
 
 
 def _tokens(documents: list[str], size: int) -> tuple[np.ndarray, np.ndarray, int]:
-    """Return the tokens to train on, those held out, and how many different ones there are."""
     train, test = corpus.split(documents)
     vocabulary = Vocabulary(train, size)
     return vocabulary.encode(train), vocabulary.encode(test), len(vocabulary)

@@ -106,7 +106,6 @@ def compressor_entries() -> list[dict[str, Any]]:
 
 
 def _memory(collective: str, compressors: list[dict[str, Any]]) -> dict[str, float]:
-    """Return the memory of a collective, in bucket lengths, with a compressor that it carries."""
     import numpy as np
 
     from mpicomp.collectives import bind

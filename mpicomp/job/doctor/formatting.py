@@ -78,5 +78,4 @@ def _plural(number: int, word: str) -> str:
 
 
 def _three(number: float) -> str:
-    """Write three digits, without an exponent where there is no need of one."""
     return f"{float(f'{number:.3g}'):g}"

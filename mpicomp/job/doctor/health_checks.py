@@ -164,7 +164,6 @@ def openmp_binding(facts: Facts) -> Iterator[Problem]:
 
 
 def _bind(launcher: str | None, cores: int) -> str:
-    """Return the launcher's option that binds each rank to different cores."""
     lines = {
         "slurm": f"srun --cpus-per-task={cores} --cpu-bind=cores",
         "openmpi": f"mpirun --map-by slot:PE={cores} --bind-to core",
