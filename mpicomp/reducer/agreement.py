@@ -214,4 +214,4 @@ class Checks:
         """Forget this rank's counts and rounds: at a death ranks leave a step at different places."""
 
 
-NO_CHECKS = Checks()
+NO_CHECKS: Checks = Checks()
