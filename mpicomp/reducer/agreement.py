@@ -67,7 +67,7 @@ def settings_of_state(state: LoadedState, is_loaded: bool, is_applied: bool) -> 
     text = json.dumps(state.policy, sort_keys=True, default=str)
     return {
         "the step that follows": state.step,
-        "the state of the policy": hashlib.blake2b(text.encode(), digest_size=4).hexdigest(),
+        "values that the policy learned": hashlib.blake2b(text.encode(), digest_size=4).hexdigest(),
         _LOADED: is_loaded,
         "whether the last step was applied": is_applied,
         "plugins": ", ".join(plugins.loaded()) or "none",

@@ -41,7 +41,7 @@ def test_another_state_on_one_rank_is_one_error_on_all(policy, in_new_reducers):
         ranks = Ranks(3, "topk", "allgather", policy)
     for reducer, state in zip(ranks.reducers, states, strict=True):
         reducer.load_state_dict(state)
-    with pytest.raises(DisagreementError, match="the state of the policy must be the same on all ranks") as caught:
+    with pytest.raises(DisagreementError, match="values that the policy learned must be the same on all ranks") as caught:
         ranks.reduce(gradients(3, STEPS), 0.1)
     assert "3 of 3 ranks raised" in caught.value.__notes__
 
@@ -65,6 +65,6 @@ def test_over_mpi_another_state_on_one_rank_is_one_error_on_all(comm, policy):
     if comm.rank == comm.size - 1:
         CHANGES[policy](state["policy"])
     reducer.load_state_dict(state)
-    with pytest.raises(DisagreementError, match="the state of the policy must be the same on all ranks"):
+    with pytest.raises(DisagreementError, match="values that the policy learned must be the same on all ranks"):
         reducer.reduce(gradients(comm.size, 5)[comm.rank], 0.1)
     reducer.close()
