@@ -4,7 +4,7 @@ Times are integer nanoseconds of the monotonic clock. Imported only by the proce
 """
 
 import heapq
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from mpicomp.kernels.cache import cached
@@ -35,6 +35,27 @@ _NONE = -1
 _LOOK_AGAIN = 1_000_000
 
 
+class Packets(NamedTuple):
+    """Packets under way, each in a slot."""
+
+    data: NDArray[np.uint8]
+    length: NDArray[np.int64]
+    came: NDArray[np.int64]  # when the first byte was at the cable that is next
+    last: NDArray[np.int64]  # when the last byte is at the switch
+    target: NDArray[np.int64]
+    after: NDArray[np.int64]  # the next slot of the same queue
+    free: NDArray[np.int64]
+    counts: NDArray[np.int64]  # of free slots, and of packets put on a cable
+
+
+class Cables(NamedTuple):
+    """The cables of all hosts in one direction, each with a queue of slots."""
+
+    first: NDArray[np.int64]
+    last: NDArray[np.int64]
+    free_at: NDArray[np.int64]
+
+
 @cached
 @njit(nogil=True)
 def _now(spec: NDArray[np.int64]) -> int:
@@ -51,6 +72,141 @@ def _draw(lost: NDArray[np.uint64]) -> int:
     word = (word ^ (word >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     word = (word ^ (word >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return word ^ (word >> np.uint64(31))  # type: ignore[no-any-return]
+
+
+@cached
+@njit(nogil=True)
+def _append(cables: Cables, after: NDArray[np.int64], host: int, slot: int) -> None:
+    after[slot] = _NONE
+    if cables.first[host] == _NONE:
+        cables.first[host] = slot
+    else:
+        after[cables.last[host]] = slot
+    cables.last[host] = slot
+
+
+@cached
+@njit(nogil=True)
+def _release(packets: Packets, slot: int) -> None:
+    packets.free[packets.counts[0]] = slot
+    packets.counts[0] += 1
+
+
+@cached
+@njit(nogil=True)
+def _receiver_of(packet: NDArray[np.uint8], size: int, network: NDArray[np.uint8], hosts: int) -> int:
+    """Return the host that gets a packet, or `_NONE`: only IPv4 from host to host has a receiver here."""
+    if size < HEADER + 20 or packet[HEADER] >> 4 != 4:
+        return _NONE
+    for place in range(3):
+        if packet[HEADER + 16 + place] != network[place]:
+            return _NONE
+    host = int(packet[HEADER + 19]) - 1
+    return host if 0 <= host < hosts else _NONE
+
+
+@cached
+@njit(nogil=True)
+def _take_packets(
+    host: int, device: int, network: NDArray[np.uint8], packets: Packets, out: Cables, spec: NDArray[np.int64]
+) -> None:
+    room = packets.data.shape[1]
+    for _ in range(_TURN):
+        if packets.counts[0] == 0:
+            break
+        slot = packets.free[packets.counts[0] - 1]
+        size = _read(device, packets.data.ctypes.data + slot * room, room)
+        if size <= 0:
+            break
+        receiver = _receiver_of(packets.data[slot], size, network, out.first.size)
+        if receiver == _NONE:
+            continue
+        packets.counts[0] -= 1
+        packets.length[slot] = size
+        packets.target[slot] = receiver
+        packets.came[slot] = _now(spec)
+        _append(out, packets.after, host, slot)
+
+
+@cached
+@njit(nogil=True)
+def _leave_hosts(
+    now: int,
+    out: Cables,
+    into: Cables,
+    packets: Packets,
+    flying: Any,
+    picoseconds_a_byte: NDArray[np.int64],
+    half_latency: NDArray[np.int64],
+) -> int:
+    """Put packets on the senders' cables, and return when to look at these again."""
+    following = now + _LONGEST
+    for host in range(half_latency.size):
+        if picoseconds_a_byte[host] < 0:
+            # It gets no credit for the time in which it was down.
+            out.free_at[host], into.free_at[host] = max(out.free_at[host], now), max(into.free_at[host], now)
+            following = min(following, now + _LOOK_AGAIN)
+            continue
+        while out.first[host] != _NONE and out.free_at[host] <= now + _AHEAD:
+            slot = out.first[host]
+            out.first[host] = packets.after[slot]
+            begin = max(out.free_at[host], packets.came[slot])
+            out.free_at[host] = begin + (packets.length[slot] - HEADER) * picoseconds_a_byte[host] // 1000
+            latency = half_latency[host] + half_latency[packets.target[slot]]
+            packets.last[slot] = out.free_at[host] + latency
+            packets.counts[1] += 1
+            heapq.heappush(flying, (begin + latency, packets.counts[1], slot))
+        if out.first[host] != _NONE:
+            following = min(following, out.free_at[host] - _AHEAD // 2)
+    return following
+
+
+@cached
+@njit(nogil=True)
+def _reach_switch(horizon: int, into: Cables, packets: Packets, flying: Any, lost: NDArray[np.uint64]) -> None:
+    while len(flying) > 0 and flying[0][0] <= horizon:
+        begin, _, slot = heapq.heappop(flying)
+        if lost[0] > 0 and _draw(lost) < lost[0]:
+            _release(packets, slot)
+            continue
+        packets.came[slot] = begin
+        _append(into, packets.after, packets.target[slot], slot)
+
+
+@cached
+@njit(nogil=True)
+def _leave_switch(
+    horizon: int, following: int, into: Cables, packets: Packets, due: Any, picoseconds_a_byte: NDArray[np.int64]
+) -> int:
+    """Put packets on the receivers' cables, and return when to look at these again, ``following`` at the latest."""
+    for host in range(picoseconds_a_byte.size):
+        if picoseconds_a_byte[host] < 0:
+            continue
+        while into.first[host] != _NONE and into.free_at[host] <= horizon:
+            slot = into.first[host]
+            into.first[host] = packets.after[slot]
+            begin = max(into.free_at[host], packets.came[slot])
+            end = begin + (packets.length[slot] - HEADER) * picoseconds_a_byte[host] // 1000
+            into.free_at[host] = max(end, packets.last[slot])
+            packets.counts[1] += 1
+            heapq.heappush(due, (into.free_at[host], packets.counts[1], slot))
+        if into.first[host] != _NONE:
+            following = min(following, into.free_at[host] - _AHEAD // 2)
+    return following
+
+
+@cached
+@njit(nogil=True)
+def _deliver(now: int, devices: NDArray[np.int32], packets: Packets, due: Any, spec: NDArray[np.int64]) -> int:
+    """Deliver the packets that are due, and return the time."""
+    while len(due) > 0 and due[0][0] <= now:
+        _, _, slot = heapq.heappop(due)
+        place = packets.data.ctypes.data + slot * packets.data.shape[1]
+        # A packet for which the receiver has no memory is lost; TCP sends it again.
+        _write(devices[packets.target[slot]], place, packets.length[slot])
+        _release(packets, slot)
+        now = _now(spec)
+    return now
 
 
 @cached
@@ -74,134 +230,41 @@ def forward(
     below 0 picoseconds one is down, and packets wait. Host i has the address ``network`` and i + 1. ``slots`` are room
     for packets under way; ``lost`` is the share of packets that get lost, times 2**64, and the state of random numbers.
     """
-    hosts = devices.size
-    count, room = slots.shape
-    base = slots.ctypes.data
+    hosts, count = devices.size, slots.shape[0]
     spec = np.zeros(2, np.int64)
     sleep = np.zeros(2, np.int64)
     watched = np.zeros((hosts, 2), np.int32)
 
-    length = np.zeros(count, np.int64)
-    came = np.zeros(count, np.int64)
-    last = np.zeros(count, np.int64)
-    target = np.zeros(count, np.int64)
-    after = np.full(count, _NONE, np.int64)
-    free = np.arange(count - 1, -1, -1)
-    left = count
-
-    # Queues of slots, linked by `after`: at the sender's cable (out) and at the receiver's (into).
-    out_first = np.full(hosts, _NONE, np.int64)
-    out_last = np.full(hosts, _NONE, np.int64)
-    into_first = np.full(hosts, _NONE, np.int64)
-    into_last = np.full(hosts, _NONE, np.int64)
-    out_free = np.zeros(hosts, np.int64)
-    into_free = np.zeros(hosts, np.int64)
+    packets = Packets(
+        slots, np.zeros(count, np.int64), np.zeros(count, np.int64), np.zeros(count, np.int64),
+        np.zeros(count, np.int64), np.full(count, _NONE, np.int64), np.arange(count - 1, -1, -1), np.array([count, 0]),
+    )  # fmt: skip
+    out = Cables(np.full(hosts, _NONE, np.int64), np.full(hosts, _NONE, np.int64), np.zeros(hosts, np.int64))
+    into = Cables(np.full(hosts, _NONE, np.int64), np.full(hosts, _NONE, np.int64), np.zeros(hosts, np.int64))
     flying = [(0, 0, 0) for _ in range(0)]
     due = [(0, 0, 0) for _ in range(0)]
-    number = 0
     ready = 0
 
     while True:
         if ready > 0:
             for host in range(hosts):
-                if watched[host, 1] >> 16 == 0:
-                    continue
-                for _ in range(_TURN):
-                    if left == 0:
-                        break
-                    slot = free[left - 1]
-                    size = _read(devices[host], base + slot * room, room)
-                    if size <= 0:
-                        break
-                    packet = slots[slot]
-                    # Only IPv4 from host to host: all else has no receiver here.
-                    if size < HEADER + 20 or packet[HEADER] >> 4 != 4:
-                        continue
-                    whom = packet[HEADER + 19] - 1
-                    if (
-                        packet[HEADER + 16] != network[0]
-                        or packet[HEADER + 17] != network[1]
-                        or packet[HEADER + 18] != network[2]
-                        or not 0 <= whom < hosts
-                    ):
-                        continue
-                    left -= 1
-                    length[slot] = size
-                    target[slot] = whom
-                    came[slot] = _now(spec)
-                    after[slot] = _NONE
-                    if out_first[host] == _NONE:
-                        out_first[host] = slot
-                    else:
-                        after[out_last[host]] = slot
-                    out_last[host] = slot
+                if watched[host, 1] >> 16 != 0:
+                    _take_packets(host, devices[host], network, packets, out, spec)
 
         now = _now(spec)
         horizon = now + _AHEAD
-        following = now + _LONGEST
-
-        for host in range(hosts):
-            if picoseconds_a_byte[host] < 0:
-                # It gets no credit for the time in which it was down.
-                out_free[host], into_free[host] = max(out_free[host], now), max(into_free[host], now)
-                following = min(following, now + _LOOK_AGAIN)
-                continue
-            while out_first[host] != _NONE and out_free[host] <= horizon:
-                slot = out_first[host]
-                out_first[host] = after[slot]
-                begin = max(out_free[host], came[slot])
-                out_free[host] = begin + (length[slot] - HEADER) * picoseconds_a_byte[host] // 1000
-                latency = half_latency[host] + half_latency[target[slot]]
-                last[slot] = out_free[host] + latency
-                number += 1
-                heapq.heappush(flying, (begin + latency, number, slot))
-            if out_first[host] != _NONE:
-                following = min(following, out_free[host] - _AHEAD // 2)
-
-        while len(flying) > 0 and flying[0][0] <= horizon:
-            begin, _, slot = heapq.heappop(flying)
-            host = target[slot]
-            if lost[0] > 0 and _draw(lost) < lost[0]:
-                free[left] = slot
-                left += 1
-                continue
-            came[slot] = begin
-            after[slot] = _NONE
-            if into_first[host] == _NONE:
-                into_first[host] = slot
-            else:
-                after[into_last[host]] = slot
-            into_last[host] = slot
+        following = _leave_hosts(now, out, into, packets, flying, picoseconds_a_byte, half_latency)
+        _reach_switch(horizon, into, packets, flying, lost)
         if len(flying) > 0:
             following = min(following, flying[0][0] - _AHEAD // 2)
-
-        for host in range(hosts):
-            if picoseconds_a_byte[host] < 0:
-                continue
-            while into_first[host] != _NONE and into_free[host] <= horizon:
-                slot = into_first[host]
-                into_first[host] = after[slot]
-                begin = max(into_free[host], came[slot])
-                end = begin + (length[slot] - HEADER) * picoseconds_a_byte[host] // 1000
-                into_free[host] = max(end, last[slot])
-                number += 1
-                heapq.heappush(due, (into_free[host], number, slot))
-            if into_first[host] != _NONE:
-                following = min(following, into_free[host] - _AHEAD // 2)
-
-        while len(due) > 0 and due[0][0] <= now:
-            _, _, slot = heapq.heappop(due)
-            # A packet for which the receiver has no memory is lost; TCP sends it again.
-            _write(devices[target[slot]], base + slot * room, length[slot])
-            free[left] = slot
-            left += 1
-            now = _now(spec)
+        following = _leave_switch(horizon, following, into, packets, due, picoseconds_a_byte)
+        now = _deliver(now, devices, packets, due, spec)
         if len(due) > 0:
             following = min(following, due[0][0])
 
         for host in range(hosts):
             watched[host, 0] = devices[host]
-            watched[host, 1] = _POLLIN if left > 0 else 0
+            watched[host, 1] = _POLLIN if packets.counts[0] > 0 else 0
         wait = max(0, following - _LATE - now)
         sleep[0] = wait // 1_000_000_000
         sleep[1] = wait % 1_000_000_000
