@@ -41,7 +41,9 @@ def test_another_state_on_one_rank_is_one_error_on_all(policy, in_new_reducers):
         ranks = Ranks(3, "topk", "allgather", policy)
     for reducer, state in zip(ranks.reducers, states, strict=True):
         reducer.load_state_dict(state)
-    with pytest.raises(DisagreementError, match="values that the policy learned must be the same on all ranks") as caught:
+    with pytest.raises(
+        DisagreementError, match="values that the policy learned must be the same on all ranks"
+    ) as caught:
         ranks.reduce(gradients(3, STEPS), 0.1)
     assert "3 of 3 ranks raised" in caught.value.__notes__
 
