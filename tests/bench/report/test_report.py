@@ -121,7 +121,7 @@ def test_verdict_ranks_runs_by_quality(tmp_path):
     assert sentences[1] == "Held-out accuracy in the end, higher is better: auto 0.97, dense 0.97 and quick 0.6."
     assert sentences[2].startswith("A step takes, and sends from a rank: quick 1 ms and")
     assert sentences[3].startswith("The runs differ in ranks (auto 2, dense 2, quick 4) and hosts")
-    assert sentences[3].endswith("One run of each: only runs of other seeds show what differs by chance.")
+    assert sentences[3].endswith("One run of each: only runs of other seeds show differences by chance.")
 
 
 def test_verdict_has_the_seconds_to_the_reference(tmp_path):
