@@ -184,6 +184,7 @@ import subprocess
 def interrupted(*_):
     time.sleep(6)  # as one that saves a checkpoint
     print("saved", flush=True)
+    time.sleep(0.5)  # the launcher drops output that it has not passed on when a job is aborted
     MPI.COMM_WORLD.Abort(4)
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell has its background jobs ignore it
