@@ -68,6 +68,9 @@ def send(comm, size, repetitions):
     while (now := counted()) != after:  # packets that were sent again may still be on the way
         after = now
         time.sleep(0.3)
+    comm.Barrier()  # a rank that has seen no packet for a while may be sent some by another
+    time.sleep(0.3)
+    after = counted()
     return comm.gather({name: value - before[name] for name, value in after.items()})
 
 
