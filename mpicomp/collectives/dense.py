@@ -67,7 +67,7 @@ class Allreduce(Scheme[Dense]):
 
     def exchange(self, accumulated: Accumulated, context: Context) -> Exchange:
         group, numel = context.group, accumulated.numel
-        if self.compressor.wire is not None or not group.identical_sums:
+        if not self._summable(group):
             return (yield from ScatterReduce(self.compressor).exchange(accumulated, context))
         workspace, dtype = context.workspace, accumulated.dtype
         is_divided = accumulated.divide(group.size)

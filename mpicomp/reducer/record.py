@@ -245,7 +245,7 @@ class StepRecord:
     lr: float | None = None
     skipped: bool
     agreed: bool = False
-    lost_ranks: list[int] = []  # noqa: RUF012, replaced, never changed
+    lost_ranks: list[int]
     stop: bool = False
     slowest_rank: int | None = None
     slowest_costs_s: float | None = None
@@ -257,7 +257,7 @@ class StepRecord:
     """Rounds since the last step that are in no exchange."""
 
     def __init__(self, step: int, skipped: bool = False) -> None:
-        self.step, self.skipped = step, skipped
+        self.step, self.skipped, self.lost_ranks = step, skipped, []
 
     @property
     def once_wire_bytes(self) -> float:
@@ -371,6 +371,5 @@ class StepRecord:
     def to_json(self) -> dict[str, Any]:
         """Return a JSON-able object; the schema is in docs/observability.md."""
         fields = {name: getattr(self, name) for name in _FIELDS}
-        fields["lost_ranks"] = list(self.lost_ranks)
         buckets = [bucket.to_json() for bucket in self.buckets]
         return {"schema": SCHEMA, **fields, **self._sums()._asdict(), "buckets": buckets}

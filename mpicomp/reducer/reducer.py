@@ -2,7 +2,7 @@
 
 import itertools
 import operator
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Self
 
 import numpy as np
@@ -53,8 +53,6 @@ _NONFINITE = ("raise", "skip", "pass")
 _ON_FAILURE = ("abort", "shrink")
 _SCHEMA = 1
 _numbers = itertools.count()
-
-
 _waited_s = operator.attrgetter("waited_s")
 
 
@@ -221,7 +219,7 @@ class Reducer:
         # Where ranks take turns in one process, the seconds of a rank are also those of others.
         self.telemetry = Telemetry(self.transport.group, self.transport.probes)
         self.count = 0  # steps so far
-        self.plans: list[Plan] = []  # of the last step, by bucket
+        self.plans: Sequence[Plan] = ()  # of the last step, by bucket
         self.loaded: LoadedState | None = None  # a loaded state that waits for the next step
         self.must_check_ranks = False  # whether the last step has failed here, unknown to the other ranks
         self.failed: RankFailedError | None = None  # a death found outside of `reduce`, or after a step was applied
@@ -404,7 +402,7 @@ class Reducer:
             raise AgreedRankFailure("a rank has died, as all that are left have agreed")
         self.count += 1
         self.last_step = record
-        self.plans = list(step.plans)
+        self.plans = step.plans
         record.exchanges, record.stop = step.done, self.stop
         if self.lost_ranks:
             record.lost_ranks, self.lost_ranks = self.lost_ranks, []
@@ -536,7 +534,7 @@ class Reducer:
                 planner.load_state_dict(before, None)
             raise
         if loaded is not None:
-            self.plans, self.count, self.loaded = [], loaded.step, None
+            self.plans, self.count, self.loaded = (), loaded.step, None
         step.number = step.record.step = self.count
         self.must_check_ranks = False
 
@@ -567,7 +565,7 @@ class Reducer:
         log[first:] = routes  # overhead
         layout.adopt(members, buckets)
         layout.prefetch(step.inputs.gradients)
-        self.plans = []
+        self.plans = ()
 
     def _clipped(self, step: Step) -> float:
         ranks = self.transport.group.size

@@ -90,6 +90,7 @@ class Step:
         """Return the gradients of a bucket; None if the ranks have to agree first."""
         return None if self.must_agree else list(map(self.inputs.gradients.__getitem__, bucket.names))
 
+    @trace.shows_phases
     def exchange(
         self,
         bucket: Bucket,
@@ -103,18 +104,6 @@ class Step:
 
         The transport adds the rounds to ``log``, from which the bucket takes them.
         """
-        rounds = self._exchange(bucket, gradients, plan, ready, log, survey)
-        return trace.marked(rounds) if trace.markers else rounds
-
-    def _exchange(
-        self,
-        bucket: Bucket,
-        gradients: Sequence[Any] | None,
-        plan: Plan,
-        ready: float,
-        log: list[RoundLog],
-        survey: Survey | None,
-    ) -> Rounds[None]:
         transport, scheme = self._transport, plan.scheme
         group, holds_gradients = transport.group, bucket.holds_gradients
         self._memories.append((bucket, _copied(bucket.memory) if bucket.memory else {}))
@@ -158,10 +147,8 @@ class Step:
 
     @staticmethod
     def _on_device(bucket: Bucket, scheme: Scheme[Any], exchange: Exchange) -> Exchange:
-        sources, compile_ahead = (
-            scheme.compressor.gpu_sources,
-            kernels.of(bucket.gradient(bucket.names[0])).compile_ahead,
-        )
+        sources = scheme.compressor.gpu_sources
+        compile_ahead = kernels.of(bucket.gradient(bucket.names[0])).compile_ahead
         with bucket.device.active():
             bucket.workspace.made(("compiled", sources), lambda: compile_ahead(sources, bucket.dtype))
         return run_on_device(bucket.device, exchange)
@@ -231,4 +218,4 @@ class Step:
 
 def _copied(memory: dict[str, Any]) -> dict[str, Any]:
     """Return a copy of a memory: its values are replaced, never written to, but for memories in it."""
-    return {key: _copied(value) if type(value) is dict else value for key, value in memory.items()} if memory else {}
+    return {key: _copied(value) if type(value) is dict else value for key, value in memory.items()}
