@@ -90,7 +90,6 @@ class Step:
         """Return the gradients of a bucket; None if the ranks have to agree first."""
         return None if self.must_agree else list(map(self.inputs.gradients.__getitem__, bucket.names))
 
-    @trace.shows_phases
     def exchange(
         self,
         bucket: Bucket,
@@ -128,6 +127,8 @@ class Step:
         exchange = scheme.exchange(accumulated, bucket.context_of(group, self.number, self._seed))
         if bucket.device is not HOST:
             exchange = self._on_device(bucket, scheme, exchange)
+        if trace.markers:
+            exchange = trace.marked(exchange)
         try:
             result = yield from exchange
         except MessageError as error:

@@ -7,7 +7,6 @@ for them.
 """
 
 import contextlib
-import functools
 import json
 import math
 import os
@@ -17,7 +16,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
-from typing import IO, Any, ParamSpec, Protocol, Self
+from typing import IO, Any, Protocol, Self
 
 import numpy as np
 
@@ -57,7 +56,6 @@ class Listener(Protocol):
 
 listeners: list[Listener] = []  # listeners of this process
 
-Arguments = ParamSpec("Arguments")
 Marker = Callable[[str], Callable[[], object] | None]
 """Begins a range of a name and returns the function that ends it; None without a profiler."""
 
@@ -81,23 +79,14 @@ class Phases:
             self._ends = [end for marker in markers if (end := marker(f"mpicomp::{phase}")) is not None]
 
 
-def shows_phases(exchange: Callable[Arguments, Rounds[Value]]) -> Callable[Arguments, Rounds[Value]]:
-    """Let the phases of an exchange, a generator of rounds, be ranges of a profiler where there is one."""
-
-    def marked(rounds: Rounds[Value]) -> Rounds[Value]:
-        show = Phases().show
-        show("compress")
-        try:
-            return (yield from observe(rounds, before=lambda _: show("exchange"), after=lambda _: show("decode")))
-        finally:
-            show(None)
-
-    @functools.wraps(exchange)
-    def begin(*arguments: Arguments.args, **named: Arguments.kwargs) -> Rounds[Value]:
-        rounds = exchange(*arguments, **named)
-        return marked(rounds) if markers else rounds
-
-    return begin
+def marked(exchange: Rounds[Value]) -> Rounds[Value]:
+    """Forward the rounds of an exchange, and show its phases to the profiler. As rounds."""
+    show = Phases().show
+    show("compress")
+    try:
+        return (yield from observe(exchange, before=lambda _: show("exchange"), after=lambda _: show("decode")))
+    finally:
+        show(None)
 
 
 class trace:  # noqa: N801, it reads as a verb: with mpicomp.trace(...)
