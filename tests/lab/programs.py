@@ -55,22 +55,22 @@ def send(comm, size, repetitions):
         folder = Path("/sys/class/net/eth0/statistics")
         return {name: int((folder / name).read_text()) for name in ("tx_bytes", "rx_bytes", "tx_packets", "rx_packets")}
 
+    def counted_in_silence():
+        """Count a second after the last message and a second before the next: packets are sent again until then."""
+        silence = comm.bcast(time.monotonic())  # one clock for all hosts
+        time.sleep(max(0, silence + 1 - time.monotonic()))
+        now = counted()
+        time.sleep(max(0, silence + 2 - time.monotonic()))
+        return now
+
     data = np.zeros(int(size), np.uint8)
-    comm.Barrier()
-    before = counted()
+    before = counted_in_silence()
     for _ in range(int(repetitions)):
         if comm.rank == 0:
             comm.Send(data, comm.size - 1)
         elif comm.rank == comm.size - 1:
             comm.Recv(data, 0)
-    comm.Barrier()
-    after: dict[str, int] = {}
-    while (now := counted()) != after:  # packets that were sent again may still be on the way
-        after = now
-        time.sleep(0.3)
-    comm.Barrier()  # a rank that has seen no packet for a while may be sent some by another
-    time.sleep(0.3)
-    after = counted()
+    after = counted_in_silence()
     return comm.gather({name: value - before[name] for name, value in after.items()})
 
 
