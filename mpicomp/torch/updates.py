@@ -63,58 +63,30 @@ def UpdateOptimizer(  # noqa: N802, a factory that reads like the class that it 
 ) -> Any:
     """Make ranks exchange the changes of parameters, compressed, in place of gradients.
 
-    Each rank steps on its gradient. After every ``sync_every`` steps the changes of parameters are averaged over the
-    ranks, with error feedback; the parameters that all ranks share move by the mean, and every rank continues from
-    them. An optimizer such as Adam sees the gradients of its rank unchanged: with error feedback on gradients, rare
-    elements would arrive in bursts that slow it down.
-
-    Collective over ``comm``, as are the steps of the returned optimizer: all ranks make equally many.
+    Each rank steps on its gradient. After every ``sync_every`` steps the changes of parameters are averaged, with error
+    feedback, and all ranks continue from the same bits; with one rank and ``outer=None`` it is the optimizer itself.
+    Collective over ``comm``, as are the steps of the returned `UpdateProxy`: all ranks make equally many.
 
     Parameters
     ----------
     optimizer : torch.optim.Optimizer or sequence of them
-        Any, also one that calls a closure many times or takes sparse gradients. Its state stays on its rank. Gradients
-        are clipped on each rank before its step; the learning rate must be the same on all ranks. Several, such as
-        ``[muon, adamw]``, each with parameters of its own, become one with the groups of all: a step is one of each,
-        after one call of a closure, and a scheduler sets all rates. A group that is added later is the last one's, or
-        that of the index in ``{"params": ..., "optimizer": index}``.
-    named_parameters : iterable of (str, torch.Tensor), mapping or torch.nn.Module
-        ``model.named_parameters()`` or the model, with every parameter of the optimizer that requires a gradient. One
-        that is frozen later has a change of zero. Complex ones are exchanged as pairs of reals.
+        Any, also one that calls closures or takes sparse gradients; its state stays on its rank, and learning rates
+        must be the same. Several, each with parameters of its own, become one with the groups of all.
+    named_parameters, nonfinite, same_batches
+        See `mpicomp.torch.DistributedOptimizer`, of changes. With ``nonfinite="skip"`` a rank skips its own step where
+        its gradients are not finite, so that no NaN enters its optimizer.
     sync_every : int or "auto"
-        Steps from one exchange to the next. ``"auto"`` is the policy ``interval``: it begins with one, and takes the
-        least of 1, 2, 5, 10, 20 and 40 with which the exchange, dense without a compressor, is predicted to take at
-        most a quarter of the steps before it. A compressor with a number of bits gets as many as fit in that quarter:
-        its own, 2, 4, or dense. Both are chosen again whenever seconds are measured; the record has the reason.
-    compressor, collective, policy, feedback, feedback_decay, comm, warmup
+        Steps from one exchange to the next. ``"auto"`` is the policy `interval`, which chooses steps and bits together.
+    compressor, collective, policy, feedback, feedback_decay, comm, warmup, **settings
         See `mpicomp.Reducer`; its steps are exchanges.
     outer : mapping, optional
-        Settings of a `torch.optim.SGD` that moves the shared parameters along the mean change, as in DiLoCo with
-        ``lr=0.7, momentum=0.9, nesterov=True``; also ``dampening`` and ``weight_decay``. With ``"sign": True`` the mean
-        change counts by its sign, times the learning rate of the first group; then no exchange is dense,
-        unless a policy is named that may choose that. None moves them by the mean.
-    nonfinite : {"raise", "skip", "pass"}
-        For changes that are not finite on some rank; see `mpicomp.Reducer`. With ``"skip"`` a rank skips its step where
-        its gradients are not finite, so that no NaN enters its optimizer.
+        Settings of a `torch.optim.SGD` that moves the shared parameters along the mean change (DiLoCo: Douillard et al.
+        2023, arXiv 2311.08105; SparseLoCo: Sarfi et al. 2025, arXiv 2508.15706). With ``"sign": True`` the mean change
+        counts by its sign, times the learning rate of the first group, and no exchange is dense. None moves them by the
+        mean.
     compare_every : int
-        Most exchanges from one comparison of the ranks' shared parameters to the next, bit for bit; the first ones are
+        Most exchanges from one comparison of the ranks' shared parameters, bit for bit, to the next; the first ones are
         after 1, 2, 4, 8 and so on. 0 compares them only at the first and where a script has written to parameters.
-    same_batches : bool
-        Whether ranks are meant to draw the same batches: else there is a warning where the changes of the first
-        exchanges were the same on all of them.
-    **settings
-        Further settings of `mpicomp.Reducer`.
-
-    Returns
-    -------
-    torch.optim.Optimizer
-        The same optimizer, now of a class derived from its former one: schedulers, hooks and replaced steps work as
-        before. In place of several it is a new one, which has them as ``optimizers``. It has ``reducer``, a
-        `mpicomp.Reducer`; ``synchronize()``, which exchanges all changes, to be called on all ranks before the end or a
-        checkpoint where ``sync_every`` has left some; ``shared()``, the shared parameters by name; ``join()``, a
-        context for ranks with different numbers of batches; ``rounds(closure)``, its step as a generator of rounds; and
-        ``close()``, which ``with`` calls at its end and after which it can be wrapped again. With its ``state_dict()``
-        and the model's on each rank training resumes bit for bit.
 
     Raises
     ------
@@ -122,71 +94,27 @@ def UpdateOptimizer(  # noqa: N802, a factory that reads like the class that it 
         For an optimizer, parameters or settings that cannot be served.
     DisagreementError
         At an exchange where parameters that the ranks began with or that a script has written differ, or the class or a
-        setting of the optimizer, such as its learning rate.
+        setting of the optimizer.
     NonFiniteError
         With ``nonfinite="raise"``, on all ranks; the parameters then are those of the last exchange.
-
-    Notes
-    -----
-    With one rank and ``outer=None`` it is the optimizer itself, to rounding; nothing is shared then. A GradScaler works
-    as in a single process: a rank whose gradients overflowed skips its step, and takes part in the exchange.
-
-    Writes of a script to parameters, between an exchange and the next step and the same on all ranks, are copied to the
-    shared ones; at other times they are a part of that rank's change.
-
-    References
-    ----------
-    Douillard et al. 2023, arXiv 2311.08105 (DiLoCo); Sarfi et al. 2025, arXiv 2508.15706 (SparseLoCo).
-
-    Examples
-    --------
-    >>> import torch
-    >>> from mpicomp.mpi import LocalWorld
-    >>> world = LocalWorld(2)
-    >>> models = [torch.nn.Linear(2, 1, bias=False) for _ in range(2)]
-    >>> models[1].load_state_dict(models[0].state_dict())
-    <All keys matched successfully>
-    >>> optimizers = [
-    ...     UpdateOptimizer(torch.optim.Adam(model.parameters()), model.named_parameters(), comm=end)
-    ...     for model, end in zip(models, world.transports)
-    ... ]
-    >>> for rank, model in enumerate(models):
-    ...     model(torch.tensor([[1.0, rank]])).sum().backward()
-    >>> steps = world.run([optimizer.rounds() for optimizer in optimizers])
-    >>> torch.equal(models[0].weight, models[1].weight)
-    True
     """
+    settings |= {"feedback_decay": feedback_decay}
+    compared = {"sync_every": sync_every, "outer": outer and dict(outer), "compare_every": compare_every}
     with connected(comm) as transport:
 
         def check() -> Any:
-            ranks = transport.group.size
-            pairs = named_pairs(named_parameters, WHO, ranks)
+            pairs = named_pairs(named_parameters, WHO, transport.group.size)
             one: Any = CombinedOptimizer(optimizer, WHO) if isinstance(optimizer, list | tuple) else optimizer
-            found = _check_arguments(one, pairs, sync_every, compressor, outer, compare_every, settings, ranks)
-            if sync_every == AUTO and policy is not None:
-                _check_chooses(policy)
+            found = _check_arguments(one, pairs, compressor, policy, compared, settings, transport.group.size)
             return one, pairs, *found
 
         inner, pairs, parameters, chosen = make_for_replicas(check, lambda made: made[2], transport, WHO)
         if outer is not None and outer.get("sign"):
             collective = _never_dense(chosen, collective, policy)
-        compared = {
-            "sync_every": sync_every,
-            "outer": None if outer is None else dict(outer),
-            "compare_every": compare_every,
-        }
-        settings |= {"feedback_decay": feedback_decay}
         reducer = TrainingReducer(
-            chosen,
-            collective,
-            with_warmup(policy, warmup),
-            feedback,
-            nonfinite,
-            transport,
-            normalises=False,
-            default_policy=Interval.id if sync_every == AUTO else None,
-            **settings,
-        )
+            chosen, collective, with_warmup(policy, warmup), feedback, nonfinite, transport, normalises=False,
+            default_policy=Interval.id if sync_every == AUTO else None, **settings,
+        )  # fmt: skip
         if sync_every == AUTO:
             reducer.policy.chooses_steps = True  # type: ignore[attr-defined]
         shared = SharedParameters(reducer, parameters, compared, inner, outer, compare_every, same_batches)
@@ -196,7 +124,13 @@ def UpdateOptimizer(  # noqa: N802, a factory that reads like the class that it 
 
 
 class UpdateProxy(OptimizerProxy):
-    """Mixin that exchanges changes of parameters after steps of an optimizer's class."""
+    """Mixin that exchanges changes of parameters after steps of an optimizer's class.
+
+    A GradScaler works as in a single process: a rank whose gradients overflowed skips its step, and takes part in the
+    exchange. Writes of a script to parameters, between an exchange and the next step and the same on all ranks, are
+    copied to the shared ones; at other times they are a part of that rank's change. ``state_dict()`` and the model's,
+    saved on each rank, resume training bit for bit.
+    """
 
     _mpicomp: "_UpdateExchange"
     _step_supports_amp_scaling = True  # a GradScaler calls step() also where this rank's gradients overflowed
@@ -240,7 +174,7 @@ class UpdateProxy(OptimizerProxy):
         return loss
 
     def synchronize(self) -> None:
-        """Exchange all changes. Collective."""
+        """Exchange all changes, as before a checkpoint or the end where ``sync_every`` has left some. Collective."""
         self._mpicomp.transport.run(self.synchronizing())
 
     def synchronizing(self) -> Rounds[None]:
@@ -308,12 +242,11 @@ class _UpdateExchange(Exchange):
     def _hide(self, optimizer: Any, overflowed: torch.Tensor | None) -> None:
         """Hide gradients that are not finite, or those of an idle rank, from this rank's step."""
         gradients = _gradients_of(optimizer)
-        if overflowed is not None:
-            is_spoilt = bool(overflowed)
-        else:
-            is_spoilt = self._skips and not self.shared.is_finite(
-                all(_is_finite(local_of(gradient)) for _, gradient in gradients)
-            )
+        is_spoilt = overflowed is not None and bool(overflowed)
+        if overflowed is None and self._skips:
+            local = [local_of(gradient) for _, gradient in gradients]
+            values = [part.coalesce().values() if part.is_sparse else part for part in local]
+            is_spoilt = not self.shared.is_finite(all(bool(part.isfinite().all()) for part in values))
         if is_spoilt or (self.join is not None and self.join.is_idle):
             for parameter, _ in gradients:
                 parameter.grad = None  # optimizers pass over such parameters
@@ -362,7 +295,7 @@ class _UpdateExchange(Exchange):
 
     def state_dict(self) -> dict[str, Any]:
         group = self.transport.group
-        if not self._state_reported and has_own_steps(self.shared, group):
+        if not self._state_reported and group.size > 1 and not self.shared.fresh:
             self._state_reported = True
             print_stderr(
                 f"rank {group.rank}: {WHO}: state_dict() between two exchanges has steps of this rank alone; save it, "
@@ -402,27 +335,17 @@ def _gradients_of(optimizer: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
     return [(parameter, parameter.grad) for parameter in members_of(optimizer) if parameter.grad is not None]
 
 
-def has_own_steps(shared: SharedParameters, group: Group) -> bool:
-    """Return whether this rank has made steps that were not exchanged with others."""
-    return group.size > 1 and not shared.fresh
-
-
 def report_own_steps(shared: SharedParameters, group: Group) -> None:
     """Tell the user where an optimizer ends between two exchanges."""
-    if abort.status == 0 and has_own_steps(shared, group):
+    if abort.status == 0 and group.size > 1 and not shared.fresh:
         print_stderr(
             f"rank {group.rank}: {WHO} ends with steps that were not exchanged, so that the ranks' models differ; call "
             "optimizer.synchronize() on all ranks after the last step"
         )
 
 
-def _is_finite(gradient: torch.Tensor) -> bool:
-    values = gradient.coalesce().values() if gradient.is_sparse else gradient
-    return bool(torch.isfinite(values).all())
-
-
 def _never_dense(chosen: Compressor | None, collective: str, policy: Any) -> str:
-    """Return a collective without dense steps, whose mean has other signs; a named one or a policy's stays."""
+    # The mean of dense steps has other signs; a named collective or a policy's stays.
     is_named = collective != "auto" or getattr(policy, "id", policy) not in (None, "static")
     if is_named or chosen is None or chosen.message == "dense" or not chosen.can_fall_back_to_dense:
         return collective
@@ -432,26 +355,25 @@ def _never_dense(chosen: Compressor | None, collective: str, policy: Any) -> str
 def _check_arguments(
     optimizer: Any,
     pairs: Sequence[tuple[str, torch.Tensor]],
-    sync_every: int | str,
     compressor: Compressor | str | Mapping[str, Any] | None,
-    outer: Mapping[str, Any] | None,
-    compare_every: int,
+    policy: Any,
+    compared: Mapping[str, Any],
     settings: Mapping[str, Any],
     ranks: int,
 ) -> tuple[dict[str, torch.Tensor], Compressor | None]:
-    """Return the optimizer's parameters by name, and the compressor, or raise the error of an argument."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ConfigurationError(f"{WHO}: a torch optimizer is needed, got {type(optimizer).__name__}")
     is_closed = isinstance(optimizer, UpdateProxy) and optimizer._mpicomp_closed
     if isinstance(optimizer, OptimizerProxy) and not is_closed:
         raise ConfigurationError(f"{WHO}: {type(optimizer).__name__} exchanges already; pass a plain optimizer")
+    sync_every = compared["sync_every"]
     if isinstance(sync_every, str) and sync_every != AUTO:
         raise ConfigurationError(f"{WHO}: sync_every must be an integer of at least 1, or '{AUTO}', got {sync_every!r}")
     if sync_every != AUTO:
         check_least(WHO, "sync_every", sync_every)
-    check_least(WHO, "compare_every", compare_every, 0)
-    if outer is not None:
-        _check_outer(outer)
+    check_least(WHO, "compare_every", compared["compare_every"], 0)
+    if compared["outer"] is not None:
+        _check_outer(compared["outer"])
     chosen = None if compressor is None else get_compressor(compressor)
     if chosen is not None and chosen.entry.momentum:
         raise ConfigurationError(
@@ -468,15 +390,13 @@ def _check_arguments(
     check_no_ddp(parameters, ranks, WHO)
     for plain in optimizers_in(optimizer):
         check_not_nested(plain, WHO, averages_gradients=False)
+    if sync_every == AUTO and policy is not None:
+        named = get_policy({"id": Interval.id} | dict(policy) if isinstance(policy, Mapping) else policy)
+        if not isinstance(named, Interval):
+            raise ConfigurationError(
+                f"{WHO}: sync_every='{AUTO}' is policy '{Interval.id}', got policy='{named.id}'; name a number of steps"
+            )
     return parameters, chosen
-
-
-def _check_chooses(policy: Policy | str | Mapping[str, Any]) -> None:
-    named = get_policy({"id": Interval.id} | dict(policy) if isinstance(policy, Mapping) else policy)
-    if not isinstance(named, Interval):
-        raise ConfigurationError(
-            f"{WHO}: sync_every='{AUTO}' is policy '{Interval.id}', got policy='{named.id}'; name a number of steps"
-        )
 
 
 def _check_outer(outer: Mapping[str, Any]) -> None:
