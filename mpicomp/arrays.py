@@ -100,36 +100,6 @@ def check_not_masked(subject: str, array: Any) -> None:
         )
 
 
-class SpecCache:
-    """Returns the specs of every step's arrays, computed only if name, kind, dtype, shape or layout has changed."""
-
-    def __init__(self) -> None:
-        self.described: list[ArraySpec] = []  # specs of the last arrays
-        self.on_host = False  # whether these are NumPy arrays that need no conversion
-        self._kind: type | None = None
-        self._looks: list[tuple[Any, ...]] = []
-
-    def describe(self, arrays: Mapping[str, Any]) -> list[ArraySpec]:
-        """Return the specs, a read-only list, or raise as `describe` does."""
-        if type(arrays) is self._kind and len(arrays) == len(self._looks):
-            for (name, array), (known, kind, dtype, shape, layout) in zip(arrays.items(), self._looks, strict=True):
-                if name != known or type(array) is not kind or array.dtype != dtype or array.shape != shape:
-                    break
-                if layout is not None and array.layout != layout:
-                    break
-            else:
-                return self.described
-        self._kind = None
-        self.described = describe(arrays)
-        self._looks = [
-            (name, type(array), array.dtype, array.shape, getattr(array, "layout", None))
-            for name, array in arrays.items()
-        ]
-        self._kind = type(arrays)
-        self.on_host = all(kind is np.ndarray and dtype.kind == "f" for _, kind, dtype, _, _ in self._looks)
-        return self.described
-
-
 def to_host(array: Any) -> NDArray[Any]:
     """Return a NumPy array with the same numbers and strides, in host memory without a copy; bfloat16 as uint16."""
     match _library(array):

@@ -12,7 +12,7 @@ from mpicomp.errors import ConfigurationError
 
 STOPPED = 75  # exit status of a job that was asked to stop and can go on: EX_TEMPFAIL of sysexits.h, "try again"
 
-_asked = False
+asked = False  # whether this process was asked to stop; other ranks may not know of it yet
 
 
 def stop_on_signals(*signals: int) -> None:
@@ -51,10 +51,5 @@ def stop_on_signals(*signals: int) -> None:
 
 def ask_to_stop() -> None:
     """Ask all ranks to stop after a step, as a signal does; on any rank, at any time, by any thread."""
-    global _asked
-    _asked = True
-
-
-def asked() -> bool:
-    """Return whether this process was asked to stop; other ranks may not know of it yet."""
-    return _asked
+    global asked
+    asked = True

@@ -17,7 +17,6 @@ from mpicomp.compressors.context import Context
 from mpicomp.compressors.wire import Selection
 from mpicomp.errors import ConfigurationError
 from mpicomp.gpu import HOST, Device, device_array
-from mpicomp.mpi.rounds import Group
 from mpicomp.policies import Shape
 from mpicomp.workspace import Scratch, Workspace
 
@@ -52,9 +51,10 @@ class Bucket:
     def __post_init__(self) -> None:
         self.scratch = self.scratch or Scratch(self.device)
         self.workspace = Workspace(self.device, self.scratch)
-        self._needs: tuple[Scheme[Any] | None, bool] = (None, False)  # the last scheme, and whether it might overwrite
+        self.scheme: Scheme[Any] | None = None  # of the last exchange
+        self.may_overwrite = False  # whether that might overwrite the sum
         self._tables: dict[str, Any] = {}  # see `Accumulated`
-        self._context: Context | None = None
+        self.context: Context | None = None  # of its exchanges
         self.returned: list[tuple[Any, Any, dict[str, Any]]] = []
         """The last means, the specs of their steps, and the arrays that were returned."""
         self.names = tuple(member.name for member in self.members)
@@ -81,15 +81,6 @@ class Bucket:
     def shape(self) -> Shape:
         """Names, sizes, shapes, dtype and device of the bucket, for policies."""
         return Shape(self.names, self.sizes, tuple(member.shape for member in self.members), self.dtype, self.device)
-
-    def context_of(self, group: Group, step: int, seed: int) -> Context:
-        """Return the context of the bucket's exchange in a step, one object for all steps of a group."""
-        context = self._context
-        if context is None or context.group is not group:
-            context = Context(group, step, self.index, seed, self.memory, self.workspace)
-            self._context = context
-        context.step, context.memory = step, self.memory
-        return context
 
     def accumulate(self, gradients: Sequence[NDArray[Any]] | None, scale: float = 1.0) -> Accumulated:
         """Return gradient plus residual; None for the gradients makes it stale, and ``scale`` multiplies them first."""
@@ -185,11 +176,10 @@ class Bucket:
     def commit(self, result: Result, finite: bool) -> Any:
         """Make the finite elements of ``accumulated - sent`` the residual, and return the mean's array."""
         self.keep(result.sent, finite)
-        mean = result.mean
-        if not callable(mean):
-            return mean
+        if not callable(result.mean):
+            return result.mean
         out = self._parts[id(self._accumulated)]
-        mean(out)
+        result.mean(out)
         return out
 
     def keep(self, sent: NDArray[np.floating] | Selection, finite: bool) -> None:
@@ -237,16 +227,11 @@ class Bucket:
             self._next_velocity[~np.isfinite(self._next_velocity)] = 0
         self._velocity, self._next_velocity = self._next_velocity, self._velocity
 
-    def changes(self, scheme: Scheme[Any], overwrites: bool) -> bool:
-        """Return whether the next exchange needs other arrays than the last one."""
-        return scheme is not self._needs[0] or overwrites is not self._needs[1]
-
-    def release(self, scheme: Scheme[Any], overwrites: bool) -> None:
-        """Release the arrays of the last exchange, before those of the next one are allocated."""
+    def release(self) -> None:
+        """Release the arrays of the last exchange, before the next one allocates others."""
         assert self.scratch is not None
         self.workspace.clear()
         self.scratch.clear()
-        self._needs = scheme, overwrites
 
     def settle(self, result: Result) -> None:
         """Subtract a sent array from the sum, or copy it if the sum may not be overwritten: it may lie in scratch."""

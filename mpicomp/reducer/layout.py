@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mpicomp.arrays import ArraySpec, SpecCache, from_host, to_host
+from mpicomp.arrays import ArraySpec, describe, from_host, to_host
 from mpicomp.compressors.base_compressor import Entry
 from mpicomp.errors import ConfigurationError, MpicompError, UnknownNameError
 from mpicomp.gpu import HOST, Device, MeanPart, common_device, device_array
@@ -32,6 +32,36 @@ class Inputs:
     """New ones, where the arrays are not those of the layout."""
     problem: MpicompError | None = None
     """Error in them, or in another argument."""
+
+
+class SpecCache:
+    """Returns the specs of every step's arrays, computed only if name, kind, dtype, shape or layout has changed."""
+
+    def __init__(self) -> None:
+        self.described: list[ArraySpec] = []  # specs of the last arrays
+        self.on_host = False  # whether these are NumPy arrays that need no conversion
+        self._kind: type | None = None
+        self._looks: list[tuple[Any, ...]] = []
+
+    def describe(self, arrays: Mapping[str, Any]) -> list[ArraySpec]:
+        """Return the specs, a read-only list, or raise as `describe` does."""
+        if type(arrays) is self._kind and len(arrays) == len(self._looks):
+            for (name, array), (known, kind, dtype, shape, layout) in zip(arrays.items(), self._looks, strict=True):
+                if name != known or type(array) is not kind or array.dtype != dtype or array.shape != shape:
+                    break
+                if layout is not None and array.layout != layout:
+                    break
+            else:
+                return self.described
+        self._kind = None
+        self.described = describe(arrays)
+        self._looks = [
+            (name, type(array), array.dtype, array.shape, getattr(array, "layout", None))
+            for name, array in arrays.items()
+        ]
+        self._kind = type(arrays)
+        self.on_host = all(kind is np.ndarray and dtype.kind == "f" for _, kind, dtype, _, _ in self._looks)
+        return self.described
 
 
 class Layout:

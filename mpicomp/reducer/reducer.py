@@ -3,6 +3,7 @@
 import itertools
 import operator
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Self
 
 import numpy as np
@@ -46,7 +47,7 @@ from mpicomp.reducer.record import StepRecord, nonfinite_error
 from mpicomp.reducer.settings import check_arguments, make_planner, to_decay
 from mpicomp.reducer.step import Step
 from mpicomp.reducer.stream import Stream
-from mpicomp.reducer.telemetry import Telemetry
+from mpicomp.reducer.telemetry import PACE_STEPS, Telemetry
 from mpicomp.setting_checks import to_number, to_whole
 
 _NONFINITE = ("raise", "skip", "pass")
@@ -54,6 +55,26 @@ _ON_FAILURE = ("abort", "shrink")
 _SCHEMA = 1
 _numbers = itertools.count()
 _waited_s = operator.attrgetter("waited_s")
+
+
+@dataclass
+class Deaths:
+    """Ranks that have died, as a reducer knows of them, and its reaction: see ``on_failure`` of `Reducer`."""
+
+    reaction: str | Callable[[list[int], int], None]
+    generation: int
+    """Of the transport when this reducer last began with its ranks."""
+    found: RankFailedError | None = None
+    """A death found outside of `Reducer.reduce`, or after a step was applied."""
+    lost_ranks: list[int] = field(default_factory=list)
+    """Dead since the last step, by their numbers in the whole job."""
+    layouts: list[Layout] = field(default_factory=list)
+    """Of the ranks before a death: MPI may still know their arrays."""
+
+    @property
+    def survives(self) -> bool:
+        """Whether the other ranks continue after a death: then all agree in each step that it is applied."""
+        return self.reaction != "abort"
 
 
 class Reducer:
@@ -155,43 +176,43 @@ class Reducer:
     ) -> None:
         self._closed = False
         self._owned = not isinstance(comm, Transport)
-        self._compressor, self._collective, self._feedback = compressor, collective, feedback
-        self.nonfinite, self._bucket_bytes, self._seed, self._threads = nonfinite, bucket_bytes, seed, threads
-        self._decay, self._on_failure = feedback_decay, on_failure
+        self._arguments: dict[str, Any] = {
+            "compressor": compressor, "collective": collective, "feedback": feedback, "nonfinite": nonfinite,
+            "bucket_bytes": bucket_bytes, "seed": seed, "threads": threads, "feedback_decay": feedback_decay,
+        }  # fmt: skip
         self.transport = connect(comm)
-        self._generation = self.transport.generation
-        self._past: list[Layout] = []  # whose arrays MPI may still know, of ranks that have died
+        self.deaths = Deaths(on_failure, self.transport.generation)
         self.number = next(_numbers)  # among the reducers of this process
         self.last_step: StepRecord | None = None
         """The record of the last call of `reduce` on this rank; None before the first."""
-        self.lost_ranks: list[int] = []  # that have died since the last step, by their numbers in the whole job
         try:
             run_collectively(lambda: self._configure(policy), self.transport, "reducer")
         except BaseException:
             if self._owned:
                 self.transport.close()
             raise
-        self._claim_policy()
+        # On all ranks or on none, so not before all have made it.
+        self.policy.warmup, self.policy.serves = self.settings["warmup"], True
         self._user = self.transport.enter()
         self.transport.log = []
 
     def _configure(self, named: Policy | str | Mapping[str, Any] | None) -> None:
         plugins.load_all()
         check_compiler()
-        if not callable(self._on_failure) and self._on_failure not in _ON_FAILURE:
-            raise UnknownNameError("on_failure", str(self._on_failure), _ON_FAILURE)
-        self.survives = self._on_failure != "abort"
-        """Whether the other ranks continue after a death: then all agree in each step that it is applied."""
-        if self.survives:
+        given, reaction = self._arguments, self.deaths.reaction
+        if not callable(reaction) and reaction not in _ON_FAILURE:
+            raise UnknownNameError("on_failure", str(reaction), _ON_FAILURE)
+        if self.deaths.survives:
             self.transport.check_survives("reducer")
-        if self.nonfinite not in _NONFINITE:
-            raise UnknownNameError("nonfinite", self.nonfinite, _NONFINITE)
-        compressor = None if self._compressor is None else get_compressor(self._compressor)
-        user_settings = UserSettings(compressor, self._collective, self._feedback, None, self._normalises)
+        if given["nonfinite"] not in _NONFINITE:
+            raise UnknownNameError("nonfinite", given["nonfinite"], _NONFINITE)
+        compressor = None if given["compressor"] is None else get_compressor(given["compressor"])
+        user_settings = UserSettings(compressor, given["collective"], given["feedback"], None, self._normalises)
         policy, planner, warmup = make_planner(named, user_settings, self._default_policy)
-        self.seed = to_whole("reducer", "seed", self._seed)
-        cut_bytes = None if self._bucket_bytes is None else to_whole("reducer", "bucket_bytes", self._bucket_bytes, 1)
-        decay = to_decay(self._decay)
+        cut_bytes = given["bucket_bytes"]
+        if cut_bytes is not None:
+            cut_bytes = to_whole("reducer", "bucket_bytes", cut_bytes, 1)
+        decay = to_decay(given["feedback_decay"])
         if decay != 1 and not policy.feedback:
             raise ConfigurationError(
                 f"reducer: feedback_decay={decay} has no residual to act on, since {policy.compressor.id} runs "
@@ -203,18 +224,18 @@ class Reducer:
         """The policy that chooses plans now: `policy`, or the warm-up before it."""
         self.settings: dict[str, Any] = {
             "compressor": policy.compressor.get_config(),
-            "collective": self._collective,
+            "collective": given["collective"],
             "policy": policy.get_config(),
             "feedback": policy.feedback,
             "warmup": warmup,
-            "nonfinite": self.nonfinite,
+            "nonfinite": given["nonfinite"],
             "bucket_bytes": planner.bucket_bytes or cut_bytes,
-            "seed": self.seed,
+            "seed": to_whole("reducer", "seed", given["seed"]),
             "normalises": bool(self._normalises),
             "feedback_decay": decay,
         }
         """Settings that have to be the same on all ranks."""
-        threads = to_whole("reducer", "threads", self._threads, 1)
+        threads = to_whole("reducer", "threads", given["threads"], 1)
         self.layout = Layout(policy.feedback, self.settings["bucket_bytes"], policy.compressor.entry, threads, decay)
         # Where ranks take turns in one process, the seconds of a rank are also those of others.
         self.telemetry = Telemetry(self.transport.group, self.transport.probes)
@@ -222,12 +243,7 @@ class Reducer:
         self.plans: Sequence[Plan] = ()  # of the last step, by bucket
         self.loaded: LoadedState | None = None  # a loaded state that waits for the next step
         self.must_check_ranks = False  # whether the last step has failed here, unknown to the other ranks
-        self.failed: RankFailedError | None = None  # a death found outside of `reduce`, or after a step was applied
         self.stop = False  # whether all ranks know that some rank was asked to stop
-
-    def _claim_policy(self) -> None:
-        """Note in the policy that it serves this reducer: on all ranks or on none, so not before all have made it."""
-        self.policy.warmup, self.policy.serves = self.settings["warmup"], True
 
     @property
     def compressor(self) -> Compressor:
@@ -310,15 +326,17 @@ class Reducer:
             while True:
                 begin = transport.timer()
                 try:
-                    if self.failed is not None or self._generation != transport.generation:
-                        yield from self._continue_without_dead(self.failed)
+                    if self.deaths.found is not None or self.deaths.generation != transport.generation:
+                        yield from self._continue_without_dead(self.deaths.found)
                         checks.restart()
                     step = self.begin_step(scale, checks)
                     try:
                         self.pass_gradients(step, gradients, absent, lr)
                         if self.layout.buckets:
                             yield from self.choose(step, step.log)
-                            yield from self._exchange_all(step, begin)
+                            given = None if step.must_agree else step.inputs.gradients
+                            for bucket in self.layout.buckets:
+                                yield from step.exchange(bucket, given, begin, step.log)
                         return (yield from self.commit(step))
                     except RankFailedError:
                         step.undo()
@@ -326,9 +344,9 @@ class Reducer:
                     finally:
                         self.end_step(step, begin)
                 except RankFailedError as error:
-                    if not self.survives:
+                    if not self.deaths.survives:
                         raise
-                    self.failed = error
+                    self.deaths.found = error
         finally:
             transport.user = user
 
@@ -337,7 +355,8 @@ class Reducer:
         log = self.transport.log
         if log is None:  # another reducer has used this transport, and was closed
             log = self.transport.log = []
-        return Step(self.count, self.layout, self.transport, self.seed, scale, checks, log, self.last_step)
+        seed = self.settings["seed"]
+        return Step(self.count, self.layout, self.transport, seed, scale, checks, log, self.last_step)
 
     def pass_gradients(self, step: Step, gradients: Mapping[str, Any], absent: Collection[str], lr: Any) -> None:
         """Check the gradients of this rank, which asks all ranks to agree if something is new or wrong."""
@@ -355,10 +374,10 @@ class Reducer:
             or step.checks.stale
             or self.loaded is not None
             or self.must_check_ranks
-            or (not self.stop and stop.asked())
+            or (not self.stop and stop.asked)
         )
         if layout.entry.clip is not None and not step.must_agree:
-            step.factor = self._clipped(step)
+            step.factor = step.scale * layout.clip_factor(gradients, step.scale, self.transport.group.size)
 
     def choose(self, step: Step, log: list[RoundLog]) -> Rounds[None]:
         """Let the policy choose the plans of a step; its rounds are in ``log``. As rounds."""
@@ -366,21 +385,14 @@ class Reducer:
         begin, waited_s = transport.timer(), 0.0
         exchange = () if step.frozen else self.planner.refresh(transport)
         if exchange:
-            transport.set_activity("step %d", step.number)
+            transport.set_activity("step %d", step.record.step)
             first = len(log)
             yield from exchange
             step.record.once = log[first:]
             waited_s = sum(entry.seconds for entry in log[first:])
             del log[first:]
-        self._choose_plans(step)
+        step.choose(self.planner, self.plans)
         step.record.choosing_s += transport.timer() - begin - waited_s
-
-    def _choose_plans(self, step: Step) -> None:
-        planner, buckets = self.planner, self.layout.buckets
-        is_frozen = step.frozen and bool(self.plans)
-        numbers = range(len(buckets))
-        step.plans = self.plans if is_frozen else list(map(planner.plan, numbers))
-        step.surveys = [None] * len(buckets) if step.frozen else list(map(planner.survey, numbers))
 
     def commit(self, step: Step) -> Rounds[dict[str, Any]]:
         """Keep the step or undo it, the same on all ranks, and return the means; none if it was ended. As rounds."""
@@ -398,23 +410,28 @@ class Reducer:
             flags = yield from self._share([name in step.inputs.absent for name in layout.conditional])
             unused = {name for name, ranks in zip(layout.conditional, flags.T, strict=True) if ranks.all()}
         # Applied by all that are left, or by none: later errors may occur on some of them alone.
-        if self.survives and not transport.agree(True):
+        if self.deaths.survives and not transport.agree(True):
             raise AgreedRankFailure("a rank has died, as all that are left have agreed")
         self.count += 1
         self.last_step = record
         self.plans = step.plans
         record.exchanges, record.stop = step.done, self.stop
-        if self.lost_ranks:
-            record.lost_ranks, self.lost_ranks = self.lost_ranks, []
+        if self.deaths.lost_ranks:
+            record.lost_ranks, self.deaths.lost_ranks = self.deaths.lost_ranks, []
         means: dict[str, Any] = {}
         if step.damaged is None:
-            means = self._apply(step, finite, unused)
+            if not finite and self.settings["nonfinite"] != "pass":
+                step.undo()
+                if self.settings["nonfinite"] == "raise":
+                    raise nonfinite_error(record.step, step.nonfinite, step.has_overflowed)
+                record.skipped = True
+            means = step.commit(finite, record.skipped, unused)
         try:
             yield from self._report(step, finite)
         except RankFailedError:
-            if not self.survives:
+            if not self.deaths.survives:
                 raise
-            self.failed = RankFailedError("a rank has died")  # the step is applied, here and elsewhere
+            self.deaths.found = RankFailedError("a rank has died")  # the step is applied, here and elsewhere
         if step.damaged is not None:  # in the last message: no later one could have informed the others
             step.undo()
             self.must_check_ranks = True
@@ -430,34 +447,24 @@ class Reducer:
         except MpicompError:
             step.undo()
             raise
-        if step.nonfinite and self.nonfinite == "raise" and step.damaged is None and not self.survives:
+        raises = self.settings["nonfinite"] == "raise" and step.damaged is None
+        if step.nonfinite and raises and not self.deaths.survives:
             are_finite = all(map(is_finite, step.inputs.gradients.values()))
             step.has_overflowed = not (yield from self._share([not are_finite])).any()
         return finite
-
-    def _apply(self, step: Step, finite: bool, unused: Collection[str]) -> dict[str, Any]:
-        if finite:
-            return step.commit(True, False, unused)
-        if self.nonfinite == "pass":
-            return step.commit(False, False, unused)
-        step.undo()
-        if self.nonfinite == "raise":
-            raise nonfinite_error(step.record.step, step.nonfinite, step.has_overflowed)
-        step.record.skipped = True
-        return step.commit(False, True, unused)
 
     def _report(self, step: Step, finite: bool) -> Rounds[None]:
         if step.frozen:
             return
         transport, telemetry, planner, record = self.transport, self.telemetry, self.planner, step.record
         begin, first = transport.timer(), len(step.log)
-        if telemetry.is_due(record.step):
+        if telemetry.work_under_way is not None or record.step % PACE_STEPS == PACE_STEPS - 1:
             yield from telemetry.share_work(record.step)
         record.slowest_rank, record.slowest_costs_s = telemetry.slowest_rank, telemetry.slowest_costs_s
         outcomes = [BucketOutcome(done.result.energy, done.result.gain, done.result.kept) for done in step.done]
         if finite and not record.skipped:
             planner.on_step_end(record.step, outcomes)
-        if telemetry.has_arrived(record.step):
+        if telemetry.under_way and telemetry.under_way[0][0] <= record.step:
             yield from telemetry.receive(planner, record.step)
         surveys: dict[int, NDArray[np.float32]] = {}
         for done in step.done:
@@ -484,7 +491,11 @@ class Reducer:
                 listener.on_step(record, step.done, self.number, self.transport)
             if waited_s is None:
                 waited_s = sum(map(_waited_s, step.done))
-        self.telemetry.note_work(end, waited_s or 0.0, is_applied and not record.agreed)
+        telemetry = self.telemetry
+        if telemetry.shares_work:
+            if telemetry.ended is not None and is_applied and not record.agreed:  # others are not like the rest
+                telemetry.work_s.append(end - telemetry.ended - (waited_s or 0.0))
+            telemetry.ended = end
 
     def _agree(self, step: Step) -> Rounds[bool]:
         record, layout = step.record, self.layout
@@ -505,15 +516,12 @@ class Reducer:
         names = {member.name for member in inputs.members}
         conditional = dict.fromkeys([*layout.conditional, *sorted(absent)])
         layout.conditional = [name for name in conditional if name in names]
-        step.factor = self._clipped(step)
+        step.factor = step.scale * layout.clip_factor(inputs.gradients, step.scale, self.transport.group.size)
         ready = self.transport.timer()
-        self._choose_plans(step)
-        yield from self._exchange_all(step, ready)
+        step.choose(self.planner, self.plans)
+        for bucket in layout.buckets:
+            yield from step.exchange(bucket, step.inputs.gradients, ready, step.log)
         return True
-
-    def _exchange_all(self, step: Step, ready: float) -> Rounds[None]:
-        for bucket, plan, survey in zip(self.layout.buckets, step.plans, step.surveys, strict=True):
-            yield from step.exchange(bucket, step.gradients_of(bucket), plan, ready, step.log, survey)
 
     def _compare_ranks(self, step: Step) -> Rounds[None]:
         planner, loaded, inputs, group = self.planner, self.loaded, step.inputs, self.transport.group
@@ -535,7 +543,7 @@ class Reducer:
             raise
         if loaded is not None:
             self.plans, self.count, self.loaded = (), loaded.step, None
-        step.number = step.record.step = self.count
+        step.record.step = self.count
         self.must_check_ranks = False
 
     def _settings_of_step(self, gradients: Iterable[Any]) -> dict[str, Any]:
@@ -567,14 +575,10 @@ class Reducer:
         layout.prefetch(step.inputs.gradients)
         self.plans = ()
 
-    def _clipped(self, step: Step) -> float:
-        ranks = self.transport.group.size
-        return step.scale * self.layout.clip_factor(step.inputs.gradients, step.scale, ranks)
-
     def _absences(self, step: Step, names: list[str]) -> Rounds[list[str]]:
         names = sorted(names)
         flags = [name in step.inputs.absent and not step.checks.idle for name in names]
-        asked, *rows = (yield from self._share([stop.asked(), *flags])).T
+        asked, *rows = (yield from self._share([stop.asked, *flags])).T
         self.stop = self.stop or bool(asked.any())
         return [name for name, ranks in zip(names, rows, strict=True) if ranks.any()]
 
@@ -583,23 +587,22 @@ class Reducer:
 
     def _continue_without_dead(self, error: RankFailedError | None) -> Rounds[None]:
         """Continue with the remaining ranks from the state before the step, and the first one's policy. As rounds."""
-        transport = self.transport
-        if self._generation == transport.generation:
+        transport, deaths = self.transport, self.deaths
+        if deaths.generation == transport.generation:
             transport.revoke()
             if not isinstance(error, AgreedRankFailure):
                 transport.agree(False)
-            self.lost_ranks = self.lost_ranks + transport.shrink()
-        self._generation = transport.generation
-        self.failed = None
+            deaths.lost_ranks = deaths.lost_ranks + transport.shrink()
+        deaths.generation, deaths.found = transport.generation, None
         state = self.state_dict()
         shared = {name: state[name] for name in ("step", "policy", "cost")}
         state |= yield from from_one(shared, transport.group, "reducer")
-        self._past.append(self.layout)
+        deaths.layouts.append(self.layout)
         self._configure(self.policy.get_config() | {"warmup": self.policy.warmup, "cost": self.policy.known_cost})
-        self._claim_policy()
+        self.policy.warmup, self.policy.serves = self.settings["warmup"], True
         self.load_state_dict(state)
-        if callable(self._on_failure) and self.lost_ranks:
-            self._on_failure(list(self.lost_ranks), transport.group.size)
+        if callable(deaths.reaction) and deaths.lost_ranks:
+            deaths.reaction(list(deaths.lost_ranks), transport.group.size)
 
     def stream(self, thread: ProgressThread, scale: float = 1.0, checks: Checks = NO_CHECKS) -> Stream | None:
         """Begin a step whose arrays are passed one by one, and exchanged by a thread meanwhile.

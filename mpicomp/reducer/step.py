@@ -1,6 +1,6 @@
 """A step: a transaction over buckets, of which each is exchanged and then all are committed, or all undone."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -8,6 +8,7 @@ import numpy as np
 from mpicomp import kernels
 from mpicomp.collectives.scheme import Exchange, Scheme, cause_of
 from mpicomp.compressors.accumulated import Accumulated
+from mpicomp.compressors.context import Context
 from mpicomp.compressors.wire import Selection
 from mpicomp.errors import MessageError, MpicompError
 from mpicomp.gpu import HOST
@@ -15,7 +16,7 @@ from mpicomp.gpu.routes import run_on_device
 from mpicomp.mpi import Transport
 from mpicomp.mpi.rounds import Rounds, gather_rows
 from mpicomp.mpi.transport import RoundLog
-from mpicomp.policies import Plan
+from mpicomp.policies import Plan, Policy
 from mpicomp.policies.surveys import Survey
 from mpicomp.reducer import trace
 from mpicomp.reducer.agreement import Checks
@@ -75,7 +76,7 @@ class Step:
         log: list[RoundLog],
         previous: StepRecord | None = None,
     ) -> None:
-        self.number, self.scale, self.log = number, scale, log
+        self.scale, self.log = scale, log
         self.checks, self.frozen = checks, checks.frozen
         self.factor = scale  # that also clips the gradients of this rank
         self.record = StepRecord(number)
@@ -86,31 +87,30 @@ class Step:
         if layout.stages:
             layout.begin_step()
 
-    def gradients_of(self, bucket: Bucket) -> list[Any] | None:
-        """Return the gradients of a bucket; None if the ranks have to agree first."""
-        return None if self.must_agree else list(map(self.inputs.gradients.__getitem__, bucket.names))
+    def choose(self, policy: Policy, previous: Sequence[Plan]) -> None:
+        """Let the policy choose each bucket's plan and survey; a frozen step keeps the previous plans."""
+        numbers = range(len(self._layout.buckets))
+        self.plans = previous if self.frozen and previous else list(map(policy.plan, numbers))
+        self.surveys = [None] * len(numbers) if self.frozen else list(map(policy.survey, numbers))
 
     def exchange(
-        self,
-        bucket: Bucket,
-        gradients: Sequence[Any] | None,
-        plan: Plan,
-        ready: float,
-        log: list[RoundLog],
-        survey: Survey | None = None,
+        self, bucket: Bucket, given: Mapping[str, Any] | None, ready: float, log: list[RoundLog]
     ) -> Rounds[None]:
-        """Exchange a bucket, ready at a time of the timer; None for its gradients asks all ranks to agree. As rounds.
+        """Exchange a bucket, ready at a time of the timer, by its plan. As rounds.
 
-        The transport adds the rounds to ``log``, from which the bucket takes them.
+        ``given`` has its gradients; None asks all ranks to agree. The transport adds the rounds to ``log``, from which
+        the bucket takes them.
         """
+        plan, survey = self.plans[bucket.index], self.surveys[bucket.index]
         transport, scheme = self._transport, plan.scheme
         group, holds_gradients = transport.group, bucket.holds_gradients
         self._memories.append((bucket, _copied(bucket.memory) if bucket.memory else {}))
-        if self.damaged is not None:
-            gradients = None  # so that the others receive it
-        if gradients is not None and not self._layout.describer.on_host:
-            gradients = self._layout.inputs_of(bucket, gradients)
-        transport.set_activity(_ACTIVITY, self.number, bucket.index, bucket.names[0], scheme.id)
+        gradients: Sequence[Any] | None = None
+        if given is not None and self.damaged is None:  # the others receive that it is
+            gradients = list(map(given.__getitem__, bucket.names))
+            if not self._layout.describer.on_host:
+                gradients = self._layout.inputs_of(bucket, gradients)
+        transport.set_activity(_ACTIVITY, self.record.step, bucket.index, bucket.names[0], scheme.id)
         may_overwrite = scheme.overwrites or not holds_gradients
         if may_overwrite and holds_gradients:  # all ranks have to hold them there before they are overwritten
             holds = gradients is not None and bucket.holds(gradients)
@@ -121,10 +121,15 @@ class Step:
         accumulated.may_be_overwritten = may_overwrite
         if survey is not None and gradients is not None:  # before the exchange, which may overwrite the sum
             self._measure(bucket, accumulated, survey, done)
-        if bucket.changes(scheme, may_overwrite):
+        if scheme is not bucket.scheme or may_overwrite is not bucket.may_overwrite:
             self._release_buffers()
-            bucket.release(scheme, may_overwrite)
-        exchange = scheme.exchange(accumulated, bucket.context_of(group, self.number, self._seed))
+            bucket.release()
+            bucket.scheme, bucket.may_overwrite = scheme, may_overwrite
+        context = bucket.context
+        if context is None or context.group is not group:
+            bucket.context = context = Context(group, self.record.step, bucket.index, self._seed, {}, bucket.workspace)
+        context.step, context.memory = self.record.step, bucket.memory
+        exchange = scheme.exchange(accumulated, context)
         if bucket.device is not HOST:
             exchange = self._on_device(bucket, scheme, exchange)
         if trace.markers:
@@ -158,7 +163,7 @@ class Step:
         timer = self._transport.timer
         with bucket.device.active():
             array, begin = accumulated.array(), timer()
-            done.survey = survey.measure(array, accumulated.residual, bucket.sizes, self.number)
+            done.survey = survey.measure(array, accumulated.residual, bucket.sizes, self.record.step)
         seconds = timer() - begin
         self.record.choosing_s += seconds
         done.start += seconds

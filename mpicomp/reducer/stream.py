@@ -1,10 +1,9 @@
 """A step whose buckets are exchanged by a thread, one by one, while the others are still computed."""
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 from mpicomp.errors import RankFailedError
-from mpicomp.mpi.rounds import Rounds
 from mpicomp.mpi.thread import Job, ProgressThread
 from mpicomp.mpi.transport import RoundLog
 from mpicomp.reducer.agreement import Checks
@@ -20,8 +19,8 @@ class Stream:
     def __init__(self, reducer: "Reducer", thread: ProgressThread, scale: float, checks: Checks) -> None:
         self._reducer, self._thread = reducer, thread
         self._step = reducer.begin_step(scale, checks)
-        self._jobs: list[Job[None]] = []
-        self._submit(lambda log: reducer.choose(self._step, log))
+        log: list[RoundLog] = []
+        self._jobs: list[Job[None]] = [thread.submit(reducer.choose(self._step, log), log)]
         self._left = list(reducer.layout.buckets)
         self._missing = {member.name for member in self._left[0].members}
         self._arrays: dict[str, Any] = {}
@@ -37,7 +36,7 @@ class Stream:
         self._missing.discard(name)
         while len(self._left) > 1 and not self._missing:
             bucket = self._left.pop(0)
-            self._exchange(bucket, [self._arrays[member.name] for member in bucket.members])
+            self._exchange(bucket, self._arrays)
             self._missing = {member.name for member in self._left[0].members} - self._arrays.keys()
 
     def finish(
@@ -50,8 +49,7 @@ class Stream:
         try:
             reducer.pass_gradients(step, gradients, absent, lr)
             while self._left:
-                bucket = self._left.pop(0)
-                self._exchange(bucket, step.gradients_of(bucket))
+                self._exchange(self._left.pop(0), None if step.must_agree else gradients)
             submitted = timer()
             self._thread.wait(self._jobs)
             waited_s = timer() - submitted
@@ -59,8 +57,8 @@ class Stream:
             return means
         except RankFailedError as error:
             step.undo()
-            reducer.failed = error  # `Reducer.reduce` continues from here
-            if reducer.survives:
+            reducer.deaths.found = error  # `Reducer.reduce` continues from here
+            if reducer.deaths.survives:
                 # The thread must be idle before ranks agree: other rounds that it waits for are revoked.
                 reducer.transport.revoke()
                 for job in self._jobs:
@@ -69,15 +67,7 @@ class Stream:
         finally:
             reducer.end_step(step, begin, waited_s)
 
-    def _exchange(self, bucket: Bucket, gradients: list[Any] | None) -> None:
-        step, ready = self._step, self._reducer.transport.timer()
-
-        def exchange(log: list[RoundLog]) -> Rounds[None]:  # after the plans are chosen
-            plan, survey = step.plans[bucket.index], step.surveys[bucket.index]
-            return (yield from step.exchange(bucket, gradients, plan, ready, log, survey))
-
-        self._submit(exchange)
-
-    def _submit(self, exchange: Callable[[list[RoundLog]], Rounds[None]]) -> None:
+    def _exchange(self, bucket: Bucket, given: Mapping[str, Any] | None) -> None:
         log: list[RoundLog] = []
-        self._jobs.append(self._thread.submit(exchange(log), log))
+        rounds = self._step.exchange(bucket, given, self._reducer.transport.timer(), log)
+        self._jobs.append(self._thread.submit(rounds, log))

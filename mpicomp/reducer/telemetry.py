@@ -38,38 +38,23 @@ class Telemetry:
         self._coefficients: dict[int, NDArray[np.float64]] = {}  # of a report's predicted seconds, by bytes
         self._group = group
         self._ranks = group.size
-        self._shares_work = shares_work and group.size > 1
-        self._ended: float | None = None
-        self._work_s: list[float] = []
-        self._work_under_way: tuple[int, Pending] | None = None
-
-    def note_work(self, ended: float, waited_s: float, counts: bool) -> None:
-        """Note the end of a step, on any clock, and the seconds in it in which this rank waited for others.
-
-        The work of a step that is not like others does not count.
-        """
-        if self._shares_work:
-            if self._ended is not None and counts:
-                self._work_s.append(ended - self._ended - waited_s)
-            self._ended = ended
-
-    def is_due(self, step: int) -> bool:
-        """Return whether `share_work` has a round in this step."""
-        received = self._work_under_way is not None and step >= self._work_under_way[0]
-        return received or (self._shares_work and step % PACE_STEPS == PACE_STEPS - 1)
+        self.shares_work = shares_work and group.size > 1
+        self.ended: float | None = None  # the last step, by the transport's timer
+        self.work_s: list[float] = []  # of the steps since the last message
+        self.work_under_way: tuple[int, Pending] | None = None
 
     def share_work(self, step: int) -> Rounds[None]:
         """Receive the work of all ranks that was sent some steps ago, or send this rank's. As rounds."""
-        if self._work_under_way is not None:
-            work_s = yield self._work_under_way[1]
-            self._work_under_way = None
+        if self.work_under_way is not None and step >= self.work_under_way[0]:
+            work_s = yield self.work_under_way[1]
+            self.work_under_way = None
             self.slowest_rank, self.slowest_costs_s = slowest_of(work_s)
-        if self._shares_work and step % PACE_STEPS == PACE_STEPS - 1:
-            send = np.array([sum(self._work_s) / max(len(self._work_s), 1)], _SECONDS)
-            self._work_s.clear()
+        if self.shares_work and step % PACE_STEPS == PACE_STEPS - 1:
+            send = np.array([sum(self.work_s) / max(len(self.work_s), 1)], _SECONDS)
+            self.work_s.clear()
             recv = np.empty(self._ranks, _SECONDS)
             pending = yield Round("allgatherv", [1] * self._ranks, _SECONDS, send=send, recv=recv, background=True)
-            self._work_under_way = step + MAX_REPORT_STEPS, pending
+            self.work_under_way = step + MAX_REPORT_STEPS, pending
             self._arrival = max(self._arrival, step) + self._travel_steps  # reports queue behind it
 
     def publish(self, report: StepReport, policy: Policy) -> Rounds[int]:
@@ -101,26 +86,20 @@ class Telemetry:
         self._travel_steps = network.seconds(self._coefficients[nbytes]) / rounds_s
         return self._travel_steps
 
-    def has_arrived(self, step: int) -> bool:
-        """Return whether `receive` has a report in this step."""
-        return bool(self.under_way) and self.under_way[0][0] <= step
-
     def receive(self, policy: Policy, step: int) -> Rounds[None]:
         """Pass reports of all ranks that have arrived by this step to the policy. As rounds."""
-        while self.has_arrived(step):
+        while self.under_way and self.under_way[0][0] <= step:
             _, pending, report = self.under_way.popleft()
-            self._pass_on((yield pending).reshape(self._ranks, -1), report, policy)
-
-    def _pass_on(self, rows: NDArray[np.uint8], report: StepReport, policy: Policy) -> None:
-        end = 8 + 8 * _PER_BUCKET * len(report.plans)
-        numbers = rows[:, :end].copy().view(np.float64)
-        lr = float(numbers[0, 0])
-        times = numbers[:, 1:].reshape(self._ranks, len(report.plans), _PER_BUCKET)
-        surveys: dict[int, NDArray[np.float32]] = {}
-        for bucket, survey in report.surveys.items():
-            begin, end = end, end + survey.nbytes
-            surveys[bucket] = rows[:, begin:end].copy().view(np.float32).reshape(self._ranks, -1)
-        policy.on_telemetry(replace(report, lr=None if math.isnan(lr) else lr, times=times, surveys=surveys))
+            rows = (yield pending).reshape(self._ranks, -1)
+            end = 8 + 8 * _PER_BUCKET * len(report.plans)
+            numbers = rows[:, :end].copy().view(np.float64)
+            lr = float(numbers[0, 0])
+            times = numbers[:, 1:].reshape(self._ranks, len(report.plans), _PER_BUCKET)
+            surveys: dict[int, NDArray[np.float32]] = {}
+            for bucket, survey in report.surveys.items():
+                begin, end = end, end + survey.nbytes
+                surveys[bucket] = rows[:, begin:end].copy().view(np.float32).reshape(self._ranks, -1)
+            policy.on_telemetry(replace(report, lr=None if math.isnan(lr) else lr, times=times, surveys=surveys))
 
     def drop(self) -> Rounds[None]:
         """Wait for reports under way and drop them. As rounds."""

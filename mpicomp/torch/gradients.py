@@ -297,7 +297,7 @@ class Gradients(Checks):
             try:
                 means = stream.finish(dense, lr, absent)
             except RankFailedError:
-                if not self._reducer.survives:
+                if not self._reducer.deaths.survives:
                     raise
         if means is None:
             means = self._reducer.reduce(dense, lr, absent=absent, scale=self._scale(), checks=self)

@@ -44,7 +44,7 @@ def shared_folder(comm, tmp_path, monkeypatch):
 
 def run(comm, folder, name, updates=None, at=None, every=100, steps=STEPS, seed=0, checkpoints=True):
     """Train; return what came of it, and the lines of rank 0."""
-    stop._asked = False
+    stop.asked = False
     task = Asked(seed=seed)
     task.at = at
     path = folder / f"{name}.jsonl"

@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 
-from mpicomp.arrays import SpecCache, describe
+from mpicomp.arrays import describe
 from mpicomp.errors import ArrayTypeError
+from mpicomp.reducer.layout import SpecCache
 
 torch = pytest.importorskip("torch")
 

@@ -17,7 +17,7 @@ ASKED_AT, STEPS = 3, 6
 @pytest.fixture
 def signals(monkeypatch):
     """Have SIGTERM and SIGUSR1 ask, and put back what they did before."""
-    monkeypatch.setattr(stop, "_asked", False)
+    monkeypatch.setattr(stop, "asked", False)
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
     mpicomp.stop_on_signals()
     yield
@@ -77,9 +77,9 @@ def test_signals_in_different_steps_stop_all_ranks(comm, signals):
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_signal_asks_to_stop(signals, number):
-    assert not stop.asked()
+    assert not stop.asked
     os.kill(os.getpid(), number)
-    assert stop.asked()
+    assert stop.asked
 
 
 def test_stop_on_signals_needs_the_main_thread():
