@@ -1,18 +1,16 @@
 """Rounds on a communicator: each becomes collective calls, or messages between pairs of ranks."""
 
 import functools
-from abc import abstractmethod
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import accumulate
 from typing import Any
 
-import numpy as np
 from mpi4py import MPI
 
-from mpicomp.errors import RankFailedError
-from mpicomp.mpi.failures import completed, failure_of, fault_tolerant, kept
+from mpicomp.mpi.failures import completed, failure_of, fault_tolerant
 from mpicomp.mpi.rounds import Pending, Round
-from mpicomp.mpi.transport import Backoff, wait
+from mpicomp.mpi.transport import Backoff
 
 SEGMENT = 1 << 19
 """Bytes of one message between two ranks: longer arrays go in several, so that the first can be worked on."""
@@ -32,22 +30,48 @@ _Some = Callable[[list[MPI.Request]], list[int] | None]
 
 
 class StartedRound(Pending):
-    """A round whose requests were made. Only one thread at a time may ask for it."""
+    """A round whose requests were made; only one thread at a time may ask for it.
 
-    def __init__(self, task: Round) -> None:
+    It consists of collective calls, or of segments between pairs of ranks. A few segments are under way at a time,
+    after those of the round that has begun before.
+    """
+
+    def __init__(
+        self,
+        task: Round,
+        channel: "Channel",
+        requests: Sequence[MPI.Request] = (),
+        incoming: Iterable[_Segment] = (),
+        outgoing: Iterable[_Segment] = (),
+    ) -> None:
         self.task = task
-        self.some: _Some = MPI.Request.Testsome
-        self.number = 0  # number of the round on its channel, from 1
-        # Rounds under way on its channel, this one among them: a test of one advances all. Empty where it is alone: a
-        # reference to itself would keep its arrays until Python looks for cycles.
-        self.under_way: Collection[StartedRound] = ()
+        self.channel = channel
+        self.number = channel.begun
+        """Number of the round on its channel, from 1."""
+        self._some: _Some = functools.partial(completed, channel.comm) if fault_tolerant() else MPI.Request.Testsome
+        self._ahead = next((other for other in reversed(channel.under_way) if not other.is_posted), None)
+        self._incoming, self._outgoing = deque(incoming), deque(outgoing)
+        self._requests = list(requests)
+        self._parts: list[slice | None] = [None] * len(requests)  # that each request receives, if it does
+        self._receives = 0
+        self._post()
+
+    @property
+    def is_posted(self) -> bool:
+        """Whether MPI has all of its calls and messages."""
+        return not self._incoming and not self._outgoing
+
+    @property
+    def left(self) -> int:
+        """Number of calls or messages that are not complete."""
+        return len(self._requests) + len(self._incoming) + len(self._outgoing)
 
     def test(self) -> bool:
         try:
-            for other in self.under_way:
+            for other in self.channel.under_way:  # the others have to advance
                 if other is not self:
-                    other._advance(other.some)
-            return self._advance(self.some)
+                    other._advance(other._some)
+            return self._advance(self._some)
         except MPI.Exception as error:
             raise failure_of(error) from None
 
@@ -57,28 +81,56 @@ class StartedRound(Pending):
             near, far = Backoff(on_wait=on_wait), Backoff(_EAGER, on_wait, _LONGEST_S)
             before = None
             while not self.test():
-                left = sum(started.left for started in self.under_way or (self,))
+                left = sum(started.left for started in self.channel.under_way)
                 rests = far if left > _RECEIVES + _SENDS else near
                 if left != before:
                     rests.reset()  # the next message begins with a handshake, which must not be slept through
                     before = left
                 rests.rest()
             return
-        # MPI waits for one round alone, and the others have to advance.
         try:
-            while not (self.test() if len(self.under_way) > 1 else self._advance(MPI.Request.Waitsome)):
+            # MPI waits for one round alone.
+            while not (self.test() if len(self.channel.under_way) > 1 else self._advance(MPI.Request.Waitsome)):
                 pass
         except MPI.Exception as error:
             raise failure_of(error) from None
 
-    @property
-    @abstractmethod
-    def left(self) -> int:
-        """Number of calls or messages that are not complete."""
+    def _post(self) -> None:
+        """Keep as many segments under way as there may be."""
+        if self._ahead is not None and not self._ahead.is_posted:
+            return
+        self._ahead = None
+        comm, tag = self.channel.comm, self.number % _TAGS
+        send: Any = self.task.send
+        recv: Any = self.task.recv
+        while self._incoming and self._receives < _RECEIVES:
+            source, part = self._incoming.popleft()
+            self._requests.append(comm.Irecv(recv[part], source, tag))
+            self._parts.append(part)
+            self._receives += 1
+        while self._outgoing and len(self._requests) - self._receives < _SENDS:
+            to, part = self._outgoing.popleft()
+            self._requests.append(comm.Isend(send[part], to, tag))
+            self._parts.append(None)
 
-    @abstractmethod
     def _advance(self, some: _Some) -> bool:
-        """Note requests that ``some`` finds complete; return whether none is left."""
+        """Handle requests that ``some`` finds complete; return whether none is left."""
+        if self._ahead is not None:
+            self._post()
+        done = sorted(some(self._requests) or (), reverse=True) if self._requests else []
+        if done:
+            arrived = []
+            for place in done:
+                del self._requests[place]
+                part = self._parts.pop(place)
+                if part is not None:
+                    self._receives -= 1
+                    arrived.append(part)
+            self._post()  # before the work, so that the link is not idle during it
+            if self.task.arrived is not None:
+                for part in reversed(arrived):
+                    self.task.arrived(part.start, part.stop)
+        return self.left == 0
 
 
 class Channel:
@@ -90,85 +142,38 @@ class Channel:
         self.members = members
         self.begun = 0
         self._limit = limit
-        self._survives = fault_tolerant()
-        self._under_way: dict[StartedRound, None] = {}  # their arrays are MPI's, even if callers have dropped them
-
-    def perform(self, task: Round, sleeps: bool, on_wait: Callable[[], None] | None = None) -> None:
-        """Run a round; see `StartedRound.finish` for the other parameters. Collective."""
-        self.begun += 1
-        try:
-            made = task.calls_made
-            if made is not None and made[0] is self and made[1] is task.send and made[2] is task.recv:
-                calls = made[3]
-            else:
-                calls = self._calls(task)
-                if task.operation != "bcast":  # whose root copies its array each time
-                    task.calls_made = self, task.send, task.recv, calls
-            if calls is None:
-                started = self._send_messages(task)
-                try:
-                    started.finish(sleeps, on_wait)
-                except RankFailedError:
-                    kept.append(started)
-                    raise
-                return
-            for name, arguments in calls:
-                if sleeps:
-                    self._wait_asleep(getattr(self.comm, f"I{name.lower()}")(*arguments), task, on_wait)
-                else:
-                    getattr(self.comm, name)(*arguments)
-        except MPI.Exception as error:
-            raise failure_of(error) from None
-
-    def _wait_asleep(self, request: MPI.Request, task: Round, on_wait: Callable[[], None] | None) -> None:
-        try:
-            wait((lambda: bool(completed(self.comm, [request]))) if self._survives else request.Test, on_wait)
-        except (MPI.Exception, RankFailedError):
-            kept.append((request, task))
-            raise
+        self.under_way: dict[StartedRound, None] = {}  # their arrays are MPI's, even if callers have dropped them
 
     def start(self, task: Round) -> StartedRound:
         """Begin a round. Collective."""
         self.begun += 1
         try:
-            calls = self._calls(task)
+            calls = self.calls(task)
             if calls is None:
-                started: StartedRound = self._send_messages(task)
+                started = StartedRound(task, self, (), *self._messages(task))
             else:
                 requests = [getattr(self.comm, f"I{name.lower()}")(*arguments) for name, arguments in calls]
-                started = _Calls(task, requests)
+                started = StartedRound(task, self, requests)
         except MPI.Exception as error:
             raise failure_of(error) from None
-        if self._survives:
-            started.some = functools.partial(completed, self.comm)
-        started.number = self.begun
-        started.under_way = self._under_way
-        self._under_way[started] = None
+        self.under_way[started] = None
         return started
 
     def forget(self, started: StartedRound) -> None:
         """Release a round that a caller has waited for."""
-        self._under_way.pop(started, None)
+        self.under_way.pop(started, None)
 
     def progress(self) -> bool:
         """Advance the rounds that no caller waits for; return whether none is left."""
-        for started in list(self._under_way):
+        for started in list(self.under_way):
             if started.test():
                 self.forget(started)
-        return not self._under_way
+        return not self.under_way
 
-    def _send_messages(self, task: Round) -> StartedRound:
-        messages = [started for started in self._under_way if isinstance(started, _Messages)]
-        ahead = messages[-1] if messages else None
-        made = _Messages(task, self.comm, self.begun % _TAGS, *self._messages(task), ahead)
-        if self._survives:
-            made.some = functools.partial(completed, self.comm)
-        return made
-
-    def _calls(self, task: Round) -> _CollectiveCalls | None:
+    def calls(self, task: Round) -> _CollectiveCalls | None:
         """Return names and arguments of collective calls, the same calls on all ranks; None where messages serve."""
         # If a rank dies, Open MPI's calls free messages that then fail, and end the job.
-        if self._survives and task.operation != "allreduce":
+        if fault_tolerant() and task.operation != "allreduce":
             return None
         send: Any = task.send
         recv: Any = task.recv
@@ -200,18 +205,17 @@ class Channel:
         return None
 
     def _messages(self, task: Round) -> tuple[Iterator[_Segment], Iterator[_Segment]]:
-        """Return the receives and the sends, in an order in which every message meets its counterpart."""
         rank, size, counts = self.comm.rank, self.comm.size, task.counts
         send: Any = task.send
         recv: Any = task.recv
-        # At any time every rank sends to one and receives from one.
+        # At any time every rank sends to one and receives from one, and every message meets its counterpart.
         behind = [(rank - shift) % size for shift in range(1, size)]
         ahead = [(rank + shift) % size for shift in range(1, size)]
         incoming: list[tuple[int, int, int]] = []  # the other rank, start, stop
         outgoing: list[tuple[int, int, int]] = []
         match task.operation:
             case "allgatherv" | "gatherv":
-                bounds = _bounds(counts)
+                bounds = list(accumulate(counts, initial=0))
                 gathers = task.operation == "allgatherv" or rank == task.root
                 if gathers:
                     recv[bounds[rank] : bounds[rank + 1]] = send
@@ -228,103 +232,19 @@ class Channel:
                 incoming = [] if source is None else [(source, 0, counts[1])]
                 outgoing = [] if to is None else [(to, 0, counts[0])]
             case "alltoallv":
-                out, into = _bounds(counts), _bounds(task.received or [counts[rank]] * size)
+                received = task.received or [counts[rank]] * size
+                out, into = (list(accumulate(numbers, initial=0)) for numbers in (counts, received))
                 recv[into[rank] : into[rank + 1]] = send[out[rank] : out[rank + 1]]
                 incoming = [(other, into[other], into[other + 1]) for other in behind]
                 outgoing = [(other, out[other], out[other + 1]) for other in ahead]
-        return self._segments(task, incoming), self._segments(task, outgoing)
-
-    def _segments(self, task: Round, spans: Sequence[tuple[int, int, int]]) -> Iterator[_Segment]:
-        return ((other, part) for other, start, stop in spans for part in self._cuts(task, start, stop, SEGMENT))
+        segments = (
+            ((other, part) for other, start, stop in spans for part in self._cuts(task, start, stop, SEGMENT))
+            for spans in (incoming, outgoing)
+        )
+        return next(segments), next(segments)
 
     def _cuts(self, task: Round, start: int, stop: int, largest: int | None = None) -> list[slice]:
         """Cut a span of elements in parts whose bytes stay below the limit, and below ``largest``."""
         nbytes = self._limit if largest is None else min(largest, self._limit)
         step = max(1, nbytes // task.dtype.itemsize)
         return [slice(first, min(first + step, stop)) for first in range(start, stop, step)]
-
-
-class _Calls(StartedRound):
-    """Collective calls under way."""
-
-    def __init__(self, task: Round, requests: list[MPI.Request]) -> None:
-        super().__init__(task)
-        self._requests = requests
-
-    @property
-    def left(self) -> int:
-        return len(self._requests)
-
-    def _advance(self, some: _Some) -> bool:
-        if self._requests and some(self._requests):
-            self._requests = [request for request in self._requests if request != MPI.REQUEST_NULL]
-        return not self._requests
-
-
-class _Messages(StartedRound):
-    """Segments under way between pairs of ranks, a few at a time, first those of the round ``ahead``, begun before."""
-
-    def __init__(
-        self,
-        task: Round,
-        comm: MPI.Comm,
-        tag: int,
-        incoming: Iterator[_Segment],
-        outgoing: Iterator[_Segment],
-        ahead: "_Messages | None",
-    ) -> None:
-        super().__init__(task)
-        self._ahead = ahead
-        self._comm = comm
-        self._tag = tag
-        self._incoming = deque(incoming)
-        self._outgoing = deque(outgoing)
-        self._requests: list[MPI.Request] = []
-        self._parts: list[slice | None] = []  # that each request receives; None if it sends
-        self._receives = 0
-        self._post()
-
-    @property
-    def left(self) -> int:
-        return len(self._requests) + len(self._incoming) + len(self._outgoing)
-
-    def _post(self) -> None:
-        """Keep as many segments under way as there may be."""
-        if self._ahead is not None and (self._ahead._incoming or self._ahead._outgoing):
-            return
-        self._ahead = None
-        send, recv = self.task.send, self.task.recv
-        while self._incoming and self._receives < _RECEIVES:
-            source, part = self._incoming.popleft()
-            assert recv is not None
-            self._requests.append(self._comm.Irecv(recv[part], source, self._tag))
-            self._parts.append(part)
-            self._receives += 1
-        while self._outgoing and len(self._requests) - self._receives < _SENDS:
-            to, part = self._outgoing.popleft()
-            assert send is not None
-            self._requests.append(self._comm.Isend(send[part], to, self._tag))
-            self._parts.append(None)
-
-    def _advance(self, some: _Some) -> bool:
-        if self._ahead is not None:
-            self._post()
-        done = sorted(some(self._requests) or (), reverse=True) if self._requests else []
-        if done:
-            arrived = []
-            for place in done:
-                del self._requests[place]
-                part = self._parts.pop(place)
-                if part is not None:
-                    self._receives -= 1
-                    arrived.append(part)
-            self._post()  # before the work, so that the link is not idle during it
-            if self.task.arrived is not None:
-                for part in reversed(arrived):
-                    self.task.arrived(part.start, part.stop)
-        return self.left == 0
-
-
-def _bounds(counts: Sequence[int]) -> list[int]:
-    bounds: list[int] = np.concatenate(([0], np.cumsum(counts, dtype=np.int64))).tolist()
-    return bounds

@@ -8,10 +8,11 @@ import contextlib
 import functools
 import hashlib
 import os
+import time
 import traceback
 import weakref
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import astuple, replace
 from typing import Any, NoReturn
 
 import numpy as np
@@ -58,7 +59,13 @@ class MPITransport(Transport):
         self, comm: MPI.Comm | None = None, count_limit: int = COUNT_LIMIT, layout: Sequence[int] | None = None
     ) -> None:
         if comm is None:
-            _check_launch()
+            vendor = "openmpi" if MPI.get_vendor()[0] == "Open MPI" else "mpich"
+            problem = launcher.singletons(MPI.COMM_WORLD.size, vendor)
+            if problem is not None:
+                reason, line = astuple(problem)
+                raise LaunchError(
+                    f"mpi: {reason}; start it with: {line} (a process that is to work alone passes comm=MPI.COMM_SELF)"
+                )
         self._limit = count_limit
         self._connect(MPI.COMM_WORLD if comm is None else comm, layout)
 
@@ -80,6 +87,8 @@ class MPITransport(Transport):
         self._back = back.channels
         self._sleeps = sleeps
         self._watchdog = pool.watchdog
+        self._waits = pool.watchdog.waits
+        self.activity = pool.watchdog.activity
         # Without a thread that polls the watchdog, each wait has to do it.
         threaded = pool.thread_level == MPI.THREAD_MULTIPLE and not fault_tolerant()
         self._on_wait = None if threaded else pool.watchdog.poll_if_due
@@ -97,30 +106,45 @@ class MPITransport(Transport):
         channel = self._channel(task)
         started = channel.start(task)
         if not task.background:
-            self._watchdog.begin(started, channel, started.number, task.operation, self.user)
+            self._waits[started] = time.monotonic(), channel, started.number, task.operation, self.user
         return started
 
     def wait(self, pending: Pending) -> NDArray[Any]:
         assert isinstance(pending, StartedRound)
-        channel = self._channel(pending.task)
-        if pending.task.background:
-            self._watchdog.begin(pending, channel, pending.number, pending.task.operation, self.user)
+        task, channel = pending.task, self._channel(pending.task)
+        if task.background:
+            self._waits[pending] = time.monotonic(), channel, pending.number, task.operation, self.user
         try:
             pending.finish(self._sleeps, self._on_wait)
         finally:
-            self._watchdog.end(pending)
+            self._waits.pop(pending, None)
         channel.forget(pending)
-        return received(pending.task)
+        return received(task)
 
     def perform(self, task: Round) -> NDArray[Any]:
+        if self._sleeps or task.operation == "sendrecv":
+            return self.wait(self.start(task))
         if self._refusal is not None or self._pool.over or self._pool.abandoned:
             self._refuse()
         channel = (self._back if task.background else self._front)[task.group]
-        self._watchdog.begin(self, channel, channel.begun + 1, task.operation, self.user)
+        made = task.calls_made
+        if made is not None and made[0] is channel and made[1] is task.send and made[2] is task.recv:
+            calls = made[3]
+        else:
+            calls = channel.calls(task)
+            if calls is None:
+                return self.wait(self.start(task))
+            if task.operation != "bcast":  # whose root copies its array each time
+                task.calls_made = channel, task.send, task.recv, calls
+        channel.begun += 1
+        self._waits[self] = time.monotonic(), channel, channel.begun, task.operation, self.user
         try:
-            channel.perform(task, self._sleeps, self._on_wait)
+            for name, arguments in calls:
+                getattr(channel.comm, name)(*arguments)
+        except MPI.Exception as error:
+            raise failure_of(error) from None
         finally:
-            self._watchdog.end(self)
+            self._waits.pop(self, None)
         return received(task) if task.recv is None else task.recv
 
     def channel(self) -> Transport:
@@ -129,9 +153,6 @@ class MPITransport(Transport):
         made._open(self._pool, channel_set, channel_set, self._sleeps)
         made.group, made.cores = self.group, self.cores
         return made
-
-    def set_activity(self, text: str, *values: object) -> None:
-        self._watchdog.activity = text, values
 
     def enter(self) -> int:
         number = self._front[WORLD].begun  # all ranks are here after the same round
@@ -232,16 +253,6 @@ class MPITransport(Transport):
         identical = dict(zip(names, everyones.astype(bool).tolist(), strict=True))
         parts = (replace(p, identical_sums=identical.get(p.name, identical[WORLD])) for p in group.parts)
         return replace(group, identical_sums=identical[WORLD], parts=tuple(parts))
-
-
-def _check_launch() -> None:
-    vendor = "openmpi" if MPI.get_vendor()[0] == "Open MPI" else "mpich"
-    problem = launcher.singletons(MPI.COMM_WORLD.size, vendor)
-    if problem is not None:
-        raise LaunchError(
-            f"mpi: {problem.what}; start it with: {problem.fix} (a process that is to work alone passes "
-            "comm=MPI.COMM_SELF)"
-        )
 
 
 _PROBE = 1 << 14  # elements of the sum whose bits are compared

@@ -79,8 +79,8 @@ def _check_comm(comm: Any) -> None:
         )
     if comm == MPI.COMM_NULL:
         raise ConfigurationError(
-            f"mpi: {_EXPECTED}, got COMM_NULL, which is what Split(MPI.UNDEFINED) returns on ranks outside of all "
-            "parts, and what is left of a communicator after Free(); ranks outside exchange nothing, and Free() comes "
+            f"mpi: {_EXPECTED}, got COMM_NULL, which Split(MPI.UNDEFINED) returns on ranks outside of all "
+            "parts, and which is left of a communicator after Free(); ranks outside exchange nothing, and Free() comes "
             "after the last use"
         )
     try:

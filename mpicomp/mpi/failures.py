@@ -8,6 +8,7 @@ MPI call, since Open MPI's agreement breaks when another thread moves messages. 
 MPI has `GRACE_S` seconds to report.
 """
 
+import functools
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -36,6 +37,7 @@ kept: list[Any] = []
 """Requests that a death has left behind, and objects that hold some: freed ones that then fail end the job."""
 
 
+@functools.cache  # every round asks
 def fault_tolerant() -> bool:
     """Return whether the other ranks can continue without one that dies."""
     enabled = os.environ.get(_ENABLED, "").lower() in ("1", "true", "yes", "enabled")

@@ -105,7 +105,7 @@ class LocalWorld:
         Raises
         ------
         Exception
-            What the first rank that failed raised; the other generators are closed.
+            The error of the first rank that failed; the other generators are closed.
         MpicompError
             Where ranks meet in different rounds: over MPI they would wait forever.
         """

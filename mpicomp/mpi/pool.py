@@ -142,7 +142,7 @@ class Pool:
         here = [rank for rank, host in enumerate(self.hosts) if host == self.hosts[comm.rank] and rank != comm.rank]
         peers = {names[rank]: Process(*rows[rank].tolist()) for rank in here}
         watchdog = self.watchdog
-        return UnreportedDeaths(names[comm.rank], peers, lambda: watchdog.waits)
+        return UnreportedDeaths(names[comm.rank], peers, lambda: bool(watchdog.waits) or watchdog.inside_mpi)
 
     def _offer(self) -> list[ChannelSet]:
         """Return the sets that this rank knows to be free, and no longer free while they are offered."""
@@ -166,11 +166,11 @@ class Pool:
             mine[start : start + _SET_NUMBERS] = channel_set.number, *channel_set.begun
         rows = np.empty((comm.size, mine.size), np.int64)
         self._offers.begun += 1
-        self.watchdog.begin(self._offers, self._offers, self._offers.begun, "making of a transport")
+        self.watchdog.waits[self] = time.monotonic(), self._offers, self._offers.begun, "making of a transport", 0
         try:
             wait(comm.Iallgather(mine, rows).Test, self.watchdog.poll_if_due)
         finally:
-            self.watchdog.end(self._offers)
+            self.watchdog.waits.pop(self, None)
         return rows
 
     def _common(self, offers: NDArray[np.int64]) -> list[int]:

@@ -54,10 +54,17 @@ class RoundLog:
         return group
 
 
+class Activity:
+    """The purpose of rounds, a text and its values, for messages about ranks that wait."""
+
+    purpose: tuple[str, tuple[object, ...]] = "", ()
+
+
 class Transport(ABC):
     """Runs rounds for one rank of a group."""
 
     group: Group
+    activity = Activity()
     generation: int = 0  # how often ranks have died and the others have become the group
     family: str | None = None  # transports of one family share measured costs; None: this one shares with no other
     concurrent: bool = True  # whether ranks run side by side, so that one may wait for the others anywhere
@@ -139,9 +146,6 @@ class Transport(ABC):
             sends = isinstance(request, Round)
             task = request if isinstance(request, Round) else request.task
             self.log.append(RoundLog(task, self.group, begin, end, sends))
-
-    def set_activity(self, text: str, *values: object) -> None:  # noqa: B027, a transport may have no watchdog
-        """Note the purpose of the rounds, ``text % values``, for messages about ranks that wait."""
 
     def enter(self) -> int:
         """Return the number of a new user of this transport, the same on all ranks; see `retire`."""

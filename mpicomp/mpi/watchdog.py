@@ -39,6 +39,7 @@ from mpicomp.mpi.channel import Channel
 from mpicomp.mpi.channel_sets import Closing, Closings
 from mpicomp.mpi.failures import failure_of
 from mpicomp.mpi.mailbox import Kind, Mailbox
+from mpicomp.mpi.transport import Activity
 from mpicomp.mpi.watcher import watcher
 
 STALL_S = 60.0  # default of MPICOMP_STALL: seconds after which a rank that waits names those that are missing
@@ -67,7 +68,7 @@ class RankState(IntEnum):
 
 
 class Wait(NamedTuple):
-    """A round that this rank waits in."""
+    """A round that this rank waits in; a plain tuple is noted, since every round makes one."""
 
     since: float
     channel: Channel
@@ -118,8 +119,9 @@ class Watchdog:
     """
 
     def __init__(self, comm: MPI.Comm, names: Sequence[int], closings: Closings) -> None:
-        self.activity: tuple[str, tuple[object, ...]] = "", ()
-        """Purpose of the rounds, a text and its values, for messages that are printed."""
+        self.activity = Activity()
+        self.waits: dict[Any, tuple[Any, ...]] = {}
+        """Fields of a `Wait` for each round that this rank waits in, by its waiter."""
         self.stall_s = STALL_S
         self.end_s = STALL_END_S
         self.left = False
@@ -130,7 +132,6 @@ class Watchdog:
         self._closings = closings
         self._unsent: deque[Closing] = deque()
         self._channels: dict[int, Channel] = {}
-        self._waits: dict[Any, Wait] = {}
         self._inquiry: Inquiry | None = None
         self._broken: dict[int, str] = {}  # channels whose exchange has failed on this rank, and the error
         self._departed: dict[int, Kind] = {}  # ranks that left or broke off
@@ -150,27 +151,15 @@ class Watchdog:
         left = sum(kind == Kind.LEFT for kind in self._departed.values())
         return self.failed or (left == self._mailbox.size - 1 and self._mailbox.all_sent)
 
-    @property
-    def waits(self) -> bool:
-        """Whether this rank waits for others, in a round or inside of MPI."""
-        return bool(self._waits) or self.inside_mpi
-
     def add(self, channels: Iterable[Channel]) -> None:
         """Answer questions about these."""
         self._channels |= {channel.key: channel for channel in channels}
 
-    def begin(self, waiter: Any, channel: Channel, number: int, operation: str, user: int = 0) -> None:
-        """Note the start of a wait for a round of a channel."""
-        if len(channel.members) > 1:
-            self._waits[waiter] = Wait(time.monotonic(), channel, number, operation, user)
-
-    def end(self, waiter: Any) -> None:
-        """Note the end of a wait."""
-        self._waits.pop(waiter, None)
-
     def forget(self, channels: Collection[Channel]) -> None:
         """Drop all waits on these channels."""
-        self._waits = {waiter: wait for waiter, wait in dict(self._waits).items() if wait.channel not in channels}
+        for waiter, wait in list(self.waits.items()):
+            if Wait(*wait).channel in channels:
+                self.waits.pop(waiter, None)
 
     def abort_exchange(self, channels: Iterable[Channel], why: str) -> None:
         """Begin no more rounds on these channels: the job ends when a rank asks for one."""
@@ -181,7 +170,7 @@ class Watchdog:
         watcher.wake(self)
 
     def announce(self, closings: Iterable[Closing], collected: bool) -> None:
-        """Send these notices to all other ranks before this returns; it waits for none of them.
+        """Send these notices to all other ranks before this returns, without waiting for any.
 
         ``collected``: this is called by the garbage collector, perhaps in the middle of a call of MPI.
         """
@@ -214,13 +203,17 @@ class Watchdog:
             for text in self._mailbox.receive_texts():
                 self._write_stacks(text)
             self._mailbox.release_sent()
-            oldest = min(dict(self._waits).values(), key=lambda wait: wait.since, default=None)
-            if oldest is None or self.left:
+            waits = self._waits_by_age()
+            if not waits or self.left:
                 self._inquiry = None
                 return
-            if self._inquiry is None or self._inquiry.wait is not oldest:
-                self._inquiry = Inquiry(oldest, self._mailbox.rank)
+            if self._inquiry is None or self._inquiry.wait != waits[0]:
+                self._inquiry = Inquiry(waits[0], self._mailbox.rank)
             self._inquire(self._inquiry)
+
+    def _waits_by_age(self) -> list[Wait]:
+        waits = [Wait(*wait) for wait in list(self.waits.values())]
+        return sorted((wait for wait in waits if len(wait.channel.members) > 1), key=lambda wait: wait.since)
 
     @contextlib.contextmanager
     def _record_failure(self) -> Iterator[None]:
@@ -253,8 +246,7 @@ class Watchdog:
                     inquiry.asked.discard(other)  # its earlier answer is of no use any more
 
     def _answer(self, other: int, key: int, number: int) -> None:
-        waits = sorted(dict(self._waits).values(), key=lambda wait: wait.since)
-        rounds = [(wait.channel.key, wait.number) for wait in waits]
+        rounds = [(wait.channel.key, wait.number) for wait in self._waits_by_age()]
         if key in self._channels and self._channels[key].begun >= number:
             state = RankState.WAITS_HERE if (key, number) in rounds else RankState.IS_PAST
         elif key in self._broken:
@@ -268,8 +260,8 @@ class Watchdog:
         self._mailbox.send(other, Kind.ANSWER, key, number, *position)
         if state == RankState.BROKE_OFF and abort.wanted():
             print_stderr(
-                f"rank {self._names[self._mailbox.rank]} broke off what rank {self._names[other]} still waits "
-                f"for; ending the job. What broke it off:\n{self._broken[key]}"
+                f"rank {self._names[self._mailbox.rank]} broke off a round in which rank {self._names[other]} "
+                f"still waits; ending the job. The cause:\n{self._broken[key]}"
             )
             abort.end_job(1)
 
@@ -321,7 +313,7 @@ class Watchdog:
         # Not at once: the error for which a rank has closed it may end the job, and explains more.
         if closed and waited_s > _ASK_AT * self.stall_s > 0:
             return Verdict(
-                f"{self._ranks(closed, 'has', 'have')} closed what this exchange belongs to",
+                f"{self._ranks(closed, 'has', 'have')} closed its reducer or transport",
                 "close() comes after the last step of all ranks; where these have different numbers of batches, "
                 "optimizer.join() of docs/pytorch.md serves",
             )
@@ -409,8 +401,8 @@ class Watchdog:
             self._stacks_file = None
 
     def _print(self, inquiry: Inquiry, text: str) -> None:
-        activity, values = self.activity
-        doing = f" of {activity % values}" if activity else ""
+        text_of_purpose, values = self.activity.purpose
+        doing = f" of {text_of_purpose % values}" if text_of_purpose else ""
         waited_s = time.monotonic() - inquiry.wait.since
         print_stderr(
             f"rank {self._names[self._mailbox.rank]} has waited for {waited_s:.{0 if waited_s >= 10 else 1}f} s in "

@@ -385,7 +385,7 @@ class Reducer:
         begin, waited_s = transport.timer(), 0.0
         exchange = () if step.frozen else self.planner.refresh(transport)
         if exchange:
-            transport.set_activity("step %d", step.record.step)
+            transport.activity.purpose = "step %d", (step.record.step,)
             first = len(log)
             yield from exchange
             step.record.once = log[first:]

@@ -110,7 +110,7 @@ class Step:
             gradients = list(map(given.__getitem__, bucket.names))
             if not self._layout.describer.on_host:
                 gradients = self._layout.inputs_of(bucket, gradients)
-        transport.set_activity(_ACTIVITY, self.record.step, bucket.index, bucket.names[0], scheme.id)
+        transport.activity.purpose = _ACTIVITY, (self.record.step, bucket.index, bucket.names[0], scheme.id)
         may_overwrite = scheme.overwrites or not holds_gradients
         if may_overwrite and holds_gradients:  # all ranks have to hold them there before they are overwritten
             holds = gradients is not None and bucket.holds(gradients)

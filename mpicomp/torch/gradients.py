@@ -195,7 +195,7 @@ class Gradients(Checks):
 
     def run(self, exchange: Rounds[Value], activity: str | None = None) -> Value:
         if activity is not None:
-            self._reducer.transport.set_activity(activity)
+            self._reducer.transport.activity.purpose = activity, ()
         return self._reducer.transport.run(exchange)
 
     def close(self) -> None:

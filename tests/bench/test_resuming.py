@@ -38,7 +38,7 @@ class Asked(Digits):
 
 @pytest.fixture
 def shared_folder(comm, tmp_path, monkeypatch):
-    monkeypatch.setattr(stop, "_asked", False)
+    monkeypatch.setattr(stop, "asked", False)
     return comm.bcast(tmp_path)
 
 

@@ -173,7 +173,7 @@ training.step()
 def test_rank_that_has_closed_is_named_and_the_job_ends(job, kind, closes, waits):
     ended = job(3, CLOSES.format(closes=closes, waits=waits), kind, MPICOMP_STALL="2")
     assert ended.returncode != 0
-    said = r"rank 0 has waited for [01]\.\d s in the \w+ of step 1.*: rank 2 has closed what this exchange"
+    said = r"rank 0 has waited for [01]\.\d s in the \w+ of step 1.*: rank 2 has closed its reducer"
     assert re.search(said, ended.stderr)
     assert "training.step()" in ended.stderr
 

@@ -155,7 +155,7 @@ import sys, time
 import numpy as np
 from mpi4py import MPI
 import mpicomp
-from mpicomp.mpi.channel import Channel
+from mpicomp.mpi.comm import MPITransport
 
 reducer = mpicomp.Reducer("topk", "star-topk:ring")
 gradient = {"w": np.ones(5000, np.float32)}
@@ -163,14 +163,14 @@ reducer.reduce(gradient)
 MPI.COMM_WORLD.Barrier()
 if MPI.COMM_WORLD.rank == 1:
     rounds = 0
-    def fails(self, *words, plain=Channel.perform):
+    def fails(self, *words, plain=MPITransport.perform):
         global rounds
         rounds += 1
         if rounds == 2:
             print(time.time(), flush=True)
             raise MemoryError("no memory is left")
         return plain(self, *words)
-    Channel.perform = fails
+    MPITransport.perform = fails
 try:
     reducer.reduce(gradient)
 except MemoryError:
@@ -188,7 +188,8 @@ def test_rank_without_memory_in_an_exchange_ends_the_job(mpiexec, then):
     assert done.returncode != 0
     assert "MemoryError: no memory is left" in done.stderr
     assert re.search(
-        "rank 1 (of 3: uncaught exception, ending the job|broke off what rank [02] still waits)", done.stderr
+        "rank 1 (of 3: uncaught exception, ending the job|broke off a round in which rank [02] still waits)",
+        done.stderr,
     )
     print(f"{ended - float(done.stdout.split()[0]):.2f} s from the error to the end of the job")
 

@@ -45,7 +45,7 @@ def test_communicators_that_cannot_serve_are_refused(comm):
     freed.Free()
     for bad, says in (
         (0, r"got 0 \(int\); comm=None is all ranks"),
-        (MPI.COMM_NULL, "got COMM_NULL, which is what Split"),
+        (MPI.COMM_NULL, "got COMM_NULL, which Split"),
         (freed, "got COMM_NULL.* left of a communicator after Free"),
         (comm.Get_group(), r"\(Group\)"),
     ):

@@ -42,7 +42,7 @@ SENTENCES = {
     r"\b(?:says|said|saying)\b": "warn, print, announce, name",
     r"(?<!')\b[Ww]hat\b(?! to\b|: str)": "a noun",
 }
-UNREVISED = ("mpicomp/collectives", "mpicomp/compressors", "mpicomp/mpi")
+UNREVISED = ("mpicomp/collectives", "mpicomp/compressors")
 """Folders whose sentences do not follow the rule yet."""
 
 
