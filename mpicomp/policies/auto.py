@@ -18,16 +18,10 @@ from mpicomp.mpi.rounds import Group, Rounds
 from mpicomp.mpi.transport import Transport
 from mpicomp.policies.convergence_penalty import ElementStatistics, ElementSurvey
 from mpicomp.policies.measured_policy import MeasuredPolicy
-from mpicomp.policies.plan_selector import SWITCH_MARGIN, PlanSelector, collectives_for
+from mpicomp.policies.plan_selector import SWITCH_MARGIN, Ladder, PlanSelector, collectives_for
 from mpicomp.policies.plan_tradeoff import MIN_GAIN, PlanTradeoff
 from mpicomp.policies.policy import BucketOutcome, Plan, Shape, StepReport, UserSettings, feedback_of
-from mpicomp.policies.ratio_levels import (
-    at_ratio,
-    check_adaptable,
-    default_compressor,
-    ladder,
-    suggested_compressors,
-)
+from mpicomp.policies.ratio_levels import at_ratio, check_adaptable, default_compressor, ladder, suggested_compressors
 from mpicomp.policies.surveys import Survey
 from mpicomp.registry import register
 from mpicomp.setting_checks import is_number
@@ -80,7 +74,7 @@ class Auto(MeasuredPolicy):
             raise ConfigurationError(f"auto: fidelity must be in (0, 1], got {self.fidelity!r}")
 
     def configure(self, settings: UserSettings) -> None:
-        self._pinned = None if settings.collective == "auto" else settings.collective
+        self._pinned = settings.pinned
         self.compressor = settings.compressor or default_compressor()
         self._normalises = settings.normalises
         wires, quantisers = suggested_compressors(settings.compressor, self._normalises)
@@ -129,7 +123,7 @@ class Auto(MeasuredPolicy):
         self._searched_s = math.nan  # predicted seconds of the plans of the last search
 
     def survey(self, bucket: int) -> Survey | None:
-        """Return the survey of a bucket until statistics are known, and then in two steps in a row now and then."""
+        # Until statistics are known, and then in two steps in a row now and then
         is_due = self._chooses and (self._step >= self._next_survey or not self._is_known)
         return self._surveys[bucket] if is_due else None
 
@@ -170,7 +164,7 @@ class Auto(MeasuredPolicy):
         self._allow_dense()
 
     def refresh(self, transport: Transport) -> Rounds[None] | tuple[()]:
-        """Search for better plans after surveys, and at once after a change of the network."""
+        # Search for better plans after surveys, and at once after a change of the network
         rounds = self._selector.refresh(transport)
         return self._refresh(rounds) if rounds or self._search_is_due else ()
 
@@ -203,7 +197,7 @@ class Auto(MeasuredPolicy):
         self._step += 1
 
     def on_telemetry(self, report: StepReport) -> None:
-        """Learn seconds, the learning rate and statistics; a step that was undone reports, too."""
+        # A step that was undone reports, too
         if self._learn(report):
             relative = report.latest[:, 3] - report.latest[-1, 3]
             before = relative if self._ready is None else self._ready
@@ -272,20 +266,20 @@ class Auto(MeasuredPolicy):
                 return False
         return True
 
-    def _levels(self, group: Group) -> list[tuple[Compressor, Sequence[str]]]:
-        levels: list[tuple[Compressor, Sequence[str]]] = []
+    def _levels(self, group: Group) -> Ladder:
+        def names(compressor: Compressor, complete: bool = False) -> list[str]:
+            return [self._pinned] if self._pinned else collectives_for(compressor, group, complete)
+
+        levels: Ladder = []
         for wire, ratio in itertools.product(self._wires, self._ladder.tolist()):
             # Further wires are for fast networks, where kernel seconds matter.
             selection = at_ratio(wire, ratio)
-            levels.append((selection, self._names(selection, group, wire is not self._wires[0])))
+            levels.append((selection, names(selection, wire is not self._wires[0])))
         if self._chooses:
-            levels += [(quantiser, self._names(quantiser, group)) for quantiser in self._quantisers]
+            levels += [(quantiser, names(quantiser)) for quantiser in self._quantisers]
         for dense in self._dense:
-            levels.append((dense, self._names(dense, group) if self._fits(dense) else collectives_for(dense, group)))
+            levels.append((dense, names(dense) if self._fits(dense) else collectives_for(dense, group)))
         return levels
-
-    def _names(self, compressor: Compressor, group: Group, complete: bool = False) -> list[str]:
-        return [self._pinned] if self._pinned else collectives_for(compressor, group, complete)
 
     def _dense_rows(self, bucket: int) -> NDArray[np.int64]:
         levels = self._selector.tables[bucket].levels
@@ -296,15 +290,25 @@ class Auto(MeasuredPolicy):
 
     def _search_plans(self) -> None:
         self._searched_s = math.nan
-        tradeoff = self._tradeoff()
-        if tradeoff is None:
+        if not self._chooses or not self._is_known or all(statistics.is_zero for statistics in self._statistics):
             if self._is_known:  # else plans stay until the signal is known again after a jump
                 self._allow_dense()
             return
-        rows = self._best_rows(tradeoff)
+        buckets = range(len(self._shapes))
+        total = sum(statistics.importance for statistics in self._statistics)
+        tradeoff = PlanTradeoff(
+            penalties=[self._penalties(bucket, self._age) for bucket in buckets],
+            seconds=[self._selector.seconds(bucket) for bucket in buckets],
+            weights=[statistics.importance / total for statistics in self._statistics],
+            ready=[0.0] * len(buckets) if self._ready is None else self._ready.tolist(),
+            compute_s=self.step_times.compute_s,
+            limit=1 - self.fidelity,
+        )
+        selecting = [table.levels < self._ratios.size for table in self._selector.tables]
+        rows = self._best_rows(tradeoff, selecting)
         self._allowed = [
             np.flatnonzero((penalties <= penalties[row] * (1 + 1e-9)) & (selects <= selects[row]))
-            for penalties, selects, row in zip(tradeoff.penalties, self._selecting(), rows, strict=True)
+            for penalties, selects, row in zip(tradeoff.penalties, selecting, rows, strict=True)
         ]
         pairs = zip(self._statistics, tradeoff.weights, strict=True)
         signal = sum(statistics.signal * weight for statistics, weight in pairs)
@@ -313,25 +317,10 @@ class Auto(MeasuredPolicy):
             f"signal is {signal:.2g} of the energy"
         )
 
-    def _tradeoff(self) -> PlanTradeoff | None:
-        if not self._chooses or not self._is_known or all(statistics.is_zero for statistics in self._statistics):
-            return None
-        buckets = range(len(self._shapes))
-        total = sum(statistics.importance for statistics in self._statistics)
-        return PlanTradeoff(
-            penalties=[self._penalties(bucket, self._age) for bucket in buckets],
-            seconds=[self._selector.seconds(bucket) for bucket in buckets],
-            weights=[statistics.importance / total for statistics in self._statistics],
-            ready=[0.0] * len(buckets) if self._ready is None else self._ready.tolist(),
-            compute_s=self.step_times.compute_s,
-            limit=1 - self.fidelity,
-        )
-
-    def _best_rows(self, tradeoff: PlanTradeoff) -> list[int]:
+    def _best_rows(self, tradeoff: PlanTradeoff, selecting: Sequence[NDArray[np.bool_]]) -> list[int]:
         buckets = range(len(self._shapes))
         dense_rows = (self._dense_rows(bucket) for bucket in buckets)
         dense = [int(rows[self._selector.seconds(bucket)[rows].argmin()]) for bucket, rows in enumerate(dense_rows)]
-        selecting = self._selecting()
         best, last = tradeoff.best_over(dense, selecting), [self._selector.row(bucket) for bucket in buckets]
         is_near = tradeoff.cost(last) <= (1 + SWITCH_MARGIN) * tradeoff.cost(best)
         last_selects, best_selects = (
@@ -339,9 +328,6 @@ class Auto(MeasuredPolicy):
         )
         is_safe = best_selects or not last_selects  # as `best`, of which selections have to be much better
         return last if is_near and is_safe and tradeoff.allows(last) and tradeoff.pays(last, dense) else best
-
-    def _selecting(self) -> list[NDArray[np.bool_]]:
-        return [table.levels < self._ratios.size for table in self._selector.tables]
 
     def _penalties(self, bucket: int, age: float) -> NDArray[np.float64]:
         table, statistics, ranks = self._selector.tables[bucket], self._statistics[bucket], self._ranks

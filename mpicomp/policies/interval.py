@@ -4,15 +4,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from mpicomp.collectives import bind, fitting
-from mpicomp.compressors import Compressor, Dense
+from mpicomp.compressors import Compressor
 from mpicomp.cost import CostModel
 from mpicomp.errors import ConfigurationError
 from mpicomp.mpi.rounds import Rounds
 from mpicomp.mpi.transport import Transport
-from mpicomp.policies.measured_policy import MeasuredPolicy, StepTimes
-from mpicomp.policies.plan_selector import PlanSelector, collectives_for
-from mpicomp.policies.policy import BucketOutcome, Plan, Shape, StepReport, UserSettings, feedback_of, model_of
+from mpicomp.policies.measured_policy import Named
+from mpicomp.policies.plan_selector import PlanSelector
+from mpicomp.policies.policy import BucketOutcome, Plan, Shape, StepReport, UserSettings
 from mpicomp.registry import register
 from mpicomp.setting_checks import is_number
 
@@ -21,20 +20,9 @@ _BITS = 1, 2, 4
 _STAY_RATIO = 1.2  # of the share that the last choice may take, so that noise in seconds changes nothing
 
 
-class _LocalStepTimes(StepTimes):
-    """Seconds of a step where ranks make several from one exchange to the next."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.steps_after: dict[int, int] = {}  # by exchange since the last report
-
-    def steps_between(self, exchange: int, later: int) -> int:
-        return sum(self.steps_after.pop(number, 1) for number in range(exchange, later))
-
-
 @register
 @dataclass(eq=False)
-class Interval(MeasuredPolicy):
+class Interval(Named):
     """Choose the fewest steps between two exchanges of updates that leave an exchange a small share of them.
 
     The harm of steps between exchanges differs from task to task, and is known after training only. So their number is
@@ -48,7 +36,6 @@ class Interval(MeasuredPolicy):
     """
 
     id: ClassVar[str] = "interval"
-    paper: ClassVar[str] = "none"
     resumes: ClassVar[bool] = False
 
     share: float = 0.25
@@ -56,17 +43,13 @@ class Interval(MeasuredPolicy):
     def __post_init__(self) -> None:
         self.chooses_steps = False  # set by the optimizer that makes `sync_every` steps before the next exchange
         super().__post_init__()
-        self.step_times: _LocalStepTimes = _LocalStepTimes()
 
     def check(self) -> None:
         if not is_number(self.share) or not 0 < self.share <= 1:
             raise ConfigurationError(f"interval: share must be in (0, 1], got {self.share!r}")
 
     def configure(self, settings: UserSettings) -> None:
-        self.compressor = Dense() if settings.compressor is None else settings.compressor
-        self.feedback = feedback_of(self.compressor, settings.feedback)
-        self._pinned = None if settings.collective == "auto" else settings.collective
-        bind(self.compressor, self._pinned or fitting(self.compressor)[0])
+        super().configure(settings)
         self._selector = PlanSelector(self.id, self.feedback, settings.cost)
         self._chosen = 1, 0  # steps before the next exchange, and the level of that exchange
         self._reason = "no step was timed yet"
@@ -78,7 +61,7 @@ class Interval(MeasuredPolicy):
         return self._chosen[0]
 
     def levels(self) -> list[Compressor]:
-        """Return the compressor, and the same with more bits where it has bits."""
+        # The same compressor with more bits where it has bits
         bits = getattr(self.compressor, "bits", None)
         if bits is None or getattr(self.compressor, "layers", None):
             return [self.compressor]
@@ -86,17 +69,7 @@ class Interval(MeasuredPolicy):
 
     def start(self, shapes: Sequence[Shape], transport: Transport) -> Rounds[None]:
         self.step_times.clear()
-        model, ladders = model_of(shapes), []
-        for shape in shapes:
-            ladder: list[tuple[Compressor, list[str]]] = []
-            for level in self.levels():
-                bound = level.bind(shape.names, shape.sizes, shape.shapes, model=model)
-                names = [self._pinned] if self._pinned else collectives_for(bound, transport.group, complete=True)
-                ladder.append((bound, names))
-            if self._pinned is None and self.compressor != Dense() and self.compressor.can_fall_back_to_dense:
-                ladder.append((Dense(), collectives_for(Dense(), transport.group)))
-            ladders.append(ladder)
-        yield from self._selector.start(ladders, shapes, transport)
+        yield from super().start(shapes, transport)
 
     def refresh(self, transport: Transport) -> Rounds[None] | tuple[()]:
         if self._is_due:

@@ -1,4 +1,4 @@
-"""Base classes of policies that predict seconds, and of those that choose settings of one compressor."""
+"""Base classes of policies that predict seconds: of a named compressor, and of settings chosen at every step."""
 
 from abc import abstractmethod
 from collections import deque
@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 
-from mpicomp.collectives import bind
+from mpicomp.collectives import bind, fitting
 from mpicomp.compressors import Compressor, Dense, get_compressor
 from mpicomp.cost import CostModel
 from mpicomp.mpi.rounds import Rounds
 from mpicomp.mpi.transport import Transport
-from mpicomp.policies.plan_selector import PlanSelector, collectives_for
-from mpicomp.policies.policy import Plan, Policy, Shape, StepReport, UserSettings, feedback_of
+from mpicomp.policies.plan_selector import Ladder, PlanSelector, collectives_for
+from mpicomp.policies.policy import Plan, Policy, Shape, StepReport, UserSettings, feedback_of, model_of
 from mpicomp.policies.ratio_levels import default_compressor
 
 _COMPUTE_STEPS = 15  # whose median is the time outside of exchanges
@@ -25,6 +25,7 @@ class StepTimes:
     """Seconds of a step outside of exchanges, by telemetry of the slowest rank."""
 
     def __init__(self) -> None:
+        self.steps_after: dict[int, int] = {}  # local steps after an exchange, by its number, where not 1
         self.clear()
 
     def clear(self) -> None:
@@ -37,12 +38,9 @@ class StepTimes:
         if self._last is not None and report.step > self._last[0]:
             last_step, last_ready = self._last
             compute_s = (ready - last_ready) - (report.step - last_step) * (end - ready)
-            self._compute_s.append(compute_s / self.steps_between(last_step, report.step))
+            steps = sum(self.steps_after.pop(exchange, 1) for exchange in range(last_step, report.step))
+            self._compute_s.append(compute_s / steps)
         self._last = report.step, ready
-
-    def steps_between(self, exchange: int, later: int) -> int:
-        """Return the steps from one exchange to a later one."""
-        return later - exchange
 
     @property
     def compute_s(self) -> float:
@@ -84,6 +82,41 @@ class MeasuredPolicy(Policy):
 
 
 @dataclass(eq=False)
+class Named(MeasuredPolicy):
+    """Base class of policies that run the compressor that the user named, dense without one.
+
+    The collective ``"auto"`` is the one of least predicted time among those that deliver all that every rank has
+    selected, and dense ones if these may replace the compressor. Others deliver less than the compressor promises,
+    which seconds do not show: they run if they are named.
+    """
+
+    def levels(self) -> list[Compressor]:
+        """Return the settings of the compressor that may run, ascending by bytes."""
+        return [self.compressor]
+
+    def configure(self, settings: UserSettings) -> None:
+        self.compressor = settings.compressor or Dense()
+        self.feedback = feedback_of(self.compressor, settings.feedback)
+        self._pinned = settings.pinned
+        # A pair that does not fit, or needs another package, raises here: later a single rank might fail.
+        bind(self.compressor, self._pinned or fitting(self.compressor)[0])
+
+    def start(self, shapes: Sequence[Shape], transport: Transport) -> Rounds[None]:
+        ladders: list[Ladder] = []
+        model, levels = model_of(shapes), self.levels()
+        for shape in shapes:
+            ladder: Ladder = []
+            for level in levels:
+                bound = level.bind(shape.names, shape.sizes, shape.shapes, model=model)
+                names = [self._pinned] if self._pinned else collectives_for(bound, transport.group, complete=True)
+                ladder.append((bound, names))
+            if self._pinned is None and self.compressor != Dense() and self.compressor.can_fall_back_to_dense:
+                ladder.append((Dense(), collectives_for(Dense(), transport.group)))
+            ladders.append(ladder)
+        yield from self._selector.start(ladders, shapes, transport)
+
+
+@dataclass(eq=False)
 class Adaptive(MeasuredPolicy):
     """Chooses a setting of one compressor, top-k unless the user names one, for every bucket and step, or dense.
 
@@ -118,7 +151,7 @@ class Adaptive(MeasuredPolicy):
         self.compressor = settings.compressor or default_compressor()
         self.check_compressor()
         self.feedback = feedback_of(self.compressor, settings.feedback)
-        self._pinned = None if settings.collective == "auto" else settings.collective
+        self._pinned = settings.pinned
         if self._pinned is not None:
             bind(self._as_chosen(self.compressor), self._pinned)  # raises if it does not fit
         self._selector = PlanSelector(self.id, self.feedback, settings.cost, self._pinned is not None)
@@ -129,16 +162,15 @@ class Adaptive(MeasuredPolicy):
 
     def start(self, shapes: Sequence[Shape], transport: Transport) -> Rounds[None]:
         self._shapes = list(shapes)
-        ladders = []
+        ladders: list[Ladder] = []
         for shape in shapes:
-            levels = [level.bind(shape.names, shape.sizes, shape.shapes) for level in self.levels()]
-            names = [
-                [self._pinned]
-                if self._pinned
-                else collectives_for(self._as_chosen(level), transport.group, complete=True)
-                for level in levels
-            ]
-            ladders.append([*zip(levels, names, strict=True), (Dense(), collectives_for(Dense(), transport.group))])
+            ladder: Ladder = []
+            for level in self.levels():
+                bound = level.bind(shape.names, shape.sizes, shape.shapes)
+                chosen = self._as_chosen(bound)
+                names = [self._pinned] if self._pinned else collectives_for(chosen, transport.group, complete=True)
+                ladder.append((bound, names))
+            ladders.append([*ladder, (Dense(), collectives_for(Dense(), transport.group))])
         yield from self._selector.start(ladders, shapes, transport)
 
     def _as_chosen(self, level: Compressor) -> Compressor:

@@ -29,6 +29,9 @@ from mpicomp.mpi.rounds import Group, Rounds
 from mpicomp.mpi.transport import Transport
 from mpicomp.policies.policy import Plan, Shape, StepReport
 
+Ladder = list[tuple[Compressor, Sequence[str]]]
+"""Settings of a bucket's compressor, ascending by bytes, each with the collectives that may carry it."""
+
 SWITCH_MARGIN = 0.03  # fraction by which other plans have to be better than those that run
 
 _REPEATING = "repeating the last plan to time it"
@@ -159,9 +162,8 @@ class PlanSelector:
         self._source = cost or self._source
 
     def start(
-        self, ladders: Sequence[Sequence[tuple[Compressor, Sequence[str]]]], shapes: Sequence[Shape],
-        transport: Transport, num_optional: int = 0,
-    ) -> Rounds[None]:  # fmt: skip
+        self, ladders: Sequence[Ladder], shapes: Sequence[Shape], transport: Transport, num_optional: int = 0
+    ) -> Rounds[None]:
         """Build the tables of new buckets, from the level that keeps least; measure unknown costs. As rounds.
 
         The first ``num_optional`` levels are left out where all of their plans need much memory.

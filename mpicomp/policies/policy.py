@@ -93,6 +93,11 @@ class UserSettings:
     cost: CostModel | str | None = None
     normalises: bool = True
 
+    @property
+    def pinned(self) -> str | None:
+        """The collective that the user named; None for ``"auto"``."""
+        return None if self.collective == "auto" else self.collective
+
 
 class BucketOutcome(NamedTuple):
     """Energy, gain and kept elements of an exchange, the same on all ranks; see `mpicomp.collectives.Result`."""
@@ -162,6 +167,8 @@ class Policy(metaclass=Configurable):
         """The warm-up before it, see `mpicomp.policies.schedule.read_warmup`; None for the default."""
         self.known_cost: CostModel | str | None = None
         """The cost model, or its file; None lets it be measured."""
+        self.bucket_bytes: int | None = None
+        """Length at which arrays are cut into buckets, if the policy needs a fixed one; set by `configure`."""
         self.serves = False
         """Whether a reducer uses it."""
         self.check()
@@ -182,11 +189,6 @@ class Policy(metaclass=Configurable):
     @property
     def cost(self) -> CostModel | None:
         """The cost model that predicts seconds; None before the first step, or if the policy predicts none."""
-        return None
-
-    @property
-    def bucket_bytes(self) -> int | None:
-        """Length at which arrays are cut into buckets, if the policy needs a fixed one."""
         return None
 
     @property

@@ -221,6 +221,7 @@ class WarmUp(Policy):
     def configure(self, settings: UserSettings) -> None:
         self.then.configure(settings)
         self.compressor, self.feedback = compressor, feedback = self.then.compressor, self.then.feedback
+        self.bucket_bytes = self.then.bucket_bytes
         if _has_warmup(compressor):
             raise ConfigurationError(
                 f"warmup: {compressor!r} begins with a warm-up of its own; leave one of the two out"
@@ -256,10 +257,6 @@ class WarmUp(Policy):
     @property
     def cost(self) -> CostModel | None:
         return self.then.cost
-
-    @property
-    def bucket_bytes(self) -> int | None:
-        return self.then.bucket_bytes
 
     @property
     def wants_telemetry(self) -> bool:

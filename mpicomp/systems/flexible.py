@@ -133,7 +133,7 @@ class Flexible(MeasuredPolicy):
         if self.solver == "nsga2":
             check_installed()  # later a rank that lacks it would fail alone
         self.feedback = feedback_of(self.compressor, settings.feedback)
-        self._pinned = None if settings.collective == "auto" else settings.collective
+        self._pinned = settings.pinned
         if self._pinned is not None:
             bind(self.compressor, self._pinned)  # raises if it does not fit
         self._selector = PlanSelector(self.id, self.feedback, settings.cost)

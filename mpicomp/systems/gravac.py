@@ -152,6 +152,7 @@ class GraVAC(Adaptive):
 
     def configure(self, settings: UserSettings) -> None:
         super().configure(settings)
+        self.bucket_bytes = 1 if self.published else None  # as published each array is a bucket
         self._ratios = self._candidates()
         self._compressors = [at_ratio(self.compressor, ratio) for ratio in self._ratios]
         self._timed = False
@@ -191,11 +192,6 @@ class GraVAC(Adaptive):
         self._share = min(1.0, group.size / 100) if self.smoothing is None else self.smoothing
         self._last = None
         yield from super().start(shapes, transport)
-
-    @property
-    def bucket_bytes(self) -> int | None:
-        # As published, each array is a bucket
-        return 1 if self.published else None
 
     @property
     def may_be_dense(self) -> bool:

@@ -37,13 +37,9 @@ class TopKAsTold(Policy):
     reason = ""
 
     def configure(self, settings: UserSettings) -> None:
-        self.compressor = TopK()
+        self.compressor, self.bucket_bytes = TopK(), _ALL_BYTES
         self._shapes: list[Shape] = []
         self._schemes: dict[tuple[int, float, str], Scheme[Any]] = {}
-
-    @property
-    def bucket_bytes(self) -> int:
-        return _ALL_BYTES
 
     def start(self, shapes: Sequence[Shape], transport: Transport) -> Rounds[None]:
         self._shapes = list(shapes)

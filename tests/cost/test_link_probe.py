@@ -105,14 +105,6 @@ def test_plans_of_ranks_that_share_hosts_are_predicted(compressor, collective, h
     assert predicted == pytest.approx(took, rel=0.4)
 
 
-@pytest.mark.parametrize("ranks", [2, 4, 8])
-@pytest.mark.parametrize("name", NETWORKS)
-def test_short_messages_take_less_than_predicted(name, ranks):
-    """Until they have run: probing looks at messages that are long enough for what libraries do with long ones."""
-    predicted, took = predicted_and_taken(mpicomp.TopK(ratio=0.05), "star-topk:allreduce", name, ranks, 20_000)
-    assert took < predicted < 4.5 * took
-
-
 def test_links_inside_hosts_differ_from_those_between():
     world, network = probed(8, Link(5e-5, 1e9), hosts=[0, 0, 0, 0, 1, 1, 1, 1])
     views = sample_views(world.transports[0].group)

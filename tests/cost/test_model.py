@@ -130,15 +130,6 @@ def test_first_steps_predict_the_seconds_of_later_ones(compressor, collective):
     assert took[0] > 2 * took[-1]
 
 
-def test_kernels_are_measured_as_in_later_steps():
-    def settled(compressor):
-        return compressor.bind([], [], warm_up=False).get_config()
-
-    assert settled(mpicomp.PowerSGD(rank=3, start_step=9)) == mpicomp.PowerSGD(rank=3).get_config()
-    assert settled(mpicomp.TopK()) == mpicomp.TopK().get_config()
-    assert settled(mpicomp.LGC()) == mpicomp.LGC(dense_steps=0, training_steps=1).get_config()
-
-
 def test_expected_elements_are_those_that_are_sent():
     assert mpicomp.TopK(ratio=0.1).expected(1000) == 100
     assert mpicomp.RandomK(ratio=0.2).expected(1000) == 200

@@ -4,14 +4,64 @@ from collections import defaultdict, deque
 
 import numpy as np
 import pytest
-import textbook_messages as messages
 
 from mpicomp.cost.formulas import terms
 from mpicomp.mpi.rounds import Round, layout_groups
 
 pytestmark = pytest.mark.quick
 
-BYTE = np.dtype(np.uint8)
+PART = 96  # bytes of each rank
+ROOT = 1
+
+
+def swapped(partner, nbytes):
+    """Return a step, messages to others and the ranks that messages come from: an exchange with a partner."""
+    return [(partner, nbytes)], [partner]
+
+
+def distances(size):
+    return [1 << bit for bit in range(size.bit_length() - 1)]
+
+
+def halves(rank, size):
+    """Halves of halves to partners who are farther and farther away, and back (Rabenseifner)."""
+    steps = [swapped(rank ^ distance, PART * size // (2 * distance)) for distance in distances(size)]
+    return steps + steps[::-1]
+
+
+def doubling(rank, size):
+    """All that a rank has so far to partners who are farther and farther away."""
+    return [swapped(rank ^ distance, PART * distance) for distance in distances(size)]
+
+
+def gather_tree(rank, size):
+    """All parts of each subtree to the root of the tree above."""
+    place, steps = (rank - ROOT) % size, []
+    for distance in distances(size):
+        if place & distance:
+            return [*steps, ([((rank - distance) % size, PART * distance)], [])]
+        steps.append(([], [(rank + distance) % size]))
+    return steps
+
+
+def down_the_tree(rank, size, nbytes):
+    """From the root of each subtree to those below it, the one with the most ranks first."""
+    place, steps = (rank - ROOT) % size, []
+    for distance in reversed(distances(size)):
+        if place % (2 * distance) == 0:
+            steps.append(([((rank + distance) % size, nbytes(distance))], []))
+        elif place % distance == 0:
+            steps.append(([], [(rank - distance) % size]))
+    return steps
+
+
+def tree(rank, size):
+    return down_the_tree(rank, size, lambda distance: PART * size)
+
+
+def scatter(rank, size):
+    """A part for each rank down the tree, then all parts to all (van de Geijn)."""
+    return down_the_tree(rank, size, lambda distance: PART * distance) + doubling(rank, size)
 
 
 def followed(programs, latency, per_byte):
@@ -39,38 +89,15 @@ def followed(programs, latency, per_byte):
     return max(clocks)
 
 
-def operation(name, ranks):
-    counts = [96 * ranks] if name in ("allreduce", "bcast") else [96] * ranks
-    return Round(name, counts, BYTE, root=1 if name in ("bcast", "gatherv") else 0)
-
-
-def programs(task, ranks, way):
-    return [messages.steps(task, rank, ranks, way) for rank in range(ranks)]
-
-
 @pytest.mark.parametrize("ranks", [2, 4, 16])
-@pytest.mark.parametrize("name", ["allreduce", "allgatherv", "gatherv", "bcast"])
-def test_formulas_count_the_fewest_messages_and_bytes(name, ranks):
-    task = operation(name, ranks)
+@pytest.mark.parametrize(
+    ("operation", "ways"),
+    [("allreduce", [halves]), ("allgatherv", [doubling]), ("gatherv", [gather_tree]), ("bcast", [tree, scatter])],
+)
+def test_formulas_count_the_fewest_messages_and_bytes(operation, ways, ranks):
+    counts = [PART * ranks] if operation in ("allreduce", "bcast") else [PART] * ranks
+    task = Round(operation, counts, np.dtype(np.uint8), root=ROOT if operation in ("bcast", "gatherv") else 0)
     expected = terms(task, layout_groups(range(ranks), 0)[0])
-    # Where all send at once they share the root's link, which is not followed here.
-    made = [programs(task, ranks, way) for way in messages.ways(name) if way != "at once"]
+    made = [[way(rank, ranks) for rank in range(ranks)] for way in ways]
     assert min(followed(steps, 1, 0) for steps in made) == pytest.approx(expected.latency)
     assert min(followed(steps, 0, 1) for steps in made) == pytest.approx(expected.volume)
-
-
-def test_gatherv_at_once_takes_one_step():
-    made = programs(operation("gatherv", 4), 4, "at once")
-    assert made == [[([(1, 96)], [])], [([], [0, 2, 3])], [([(1, 96)], [])], [([(1, 96)], [])]]
-
-
-@pytest.mark.parametrize("ranks", [2, 4, 16])
-@pytest.mark.parametrize("way", messages.ways("alltoallv"))
-def test_alltoallv_sends_a_part_to_each_rank(way, ranks):
-    task = operation("alltoallv", ranks)
-    made = programs(task, ranks, way)
-    for rank, steps in enumerate(made):
-        leaving = [message for step in steps for message in step[0]]
-        assert sorted(leaving) == [(other, 96) for other in range(ranks) if other != rank]
-    turns = ranks - 1 if way == "in turn" else 1
-    assert followed(made, 1, 0) == turns

@@ -81,10 +81,3 @@ def test_what_a_compressor_suggests_is_a_candidate():
     assert quantisers == [*before[1], Half(block=64)]
     ranks = Ranks(2, policy="auto", network=Link(1e-5, 1e9))
     assert get_policy("auto").id == ranks.reducers[0].policy.id
-
-
-@pytest.mark.parametrize(("normalises", "few"), [(True, ()), (False, (3, 2))])
-def test_what_is_built_in_suggests_what_it_did(normalises, few):
-    wires, quantisers = suggested_compressors(None, normalises)
-    assert wires == [mpicomp.TopK(wire="bf16"), mpicomp.TopK(wire="q4"), mpicomp.TopK()]
-    assert quantisers == [mpicomp.QSGD(bits=bits, rounding="nearest") for bits in (8, 4, *few)]

@@ -171,13 +171,6 @@ def test_what_is_not_finite_or_too_large_teaches_nothing():
     assert not elements.known
 
 
-def test_a_bucket_without_elements():
-    survey, elements = ElementSurvey((0,), [mpicomp.OneBit()]), ElementStatistics(0, 1)
-    elements.observe(survey.measure(np.zeros(0, np.float32), None, (0,), 0)[None])
-    assert elements.known
-    assert elements.is_zero
-
-
 @pytest.mark.parametrize("compressor", [None, "topk"])
 def test_empty_arrays_are_reduced(compressor):
     ranks = Ranks(2, compressor, network=Link(1e-5, 1e8), bucket_bytes=4)
@@ -186,17 +179,15 @@ def test_empty_arrays_are_reduced(compressor):
         assert ranks.reduce(gradients)[0]["none"].size == 0
 
 
-def test_parameters_that_never_change():
-    survey, elements = ElementSurvey((300,), [mpicomp.OneBit()]), ElementStatistics(300, 1)
+@pytest.mark.parametrize("numel", [0, 300])
+def test_elements_that_are_zero_or_none_cost_nothing(numel):
+    survey, elements = ElementSurvey((numel,), [mpicomp.OneBit()]), ElementStatistics(numel, 1)
     for step in range(20):
-        elements.observe(survey.measure(np.zeros(300, np.float32), None, (300,), step)[None])
+        elements.observe(survey.measure(np.zeros(numel, np.float32), None, (numel,), step)[None])
     assert elements.known
     assert elements.is_zero
     assert elements.quantiser_penalty(0, RANKS, 100) == 0
-    assert [penalty.tolist() for penalty in elements.selection_penalties(np.array([0.1, 0.01]), RANKS, 100)] == [
-        [0, 0],
-        [0, 0],
-    ]
+    assert not np.any(elements.selection_penalties(np.array([0.1, 0.01]), RANKS, 100))
 
 
 def test_gradients_that_become_smaller():

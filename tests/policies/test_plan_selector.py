@@ -243,20 +243,6 @@ def test_pinned_plan_stays_and_has_a_prediction():
     assert plain.step()[2].predicted_s is None
 
 
-def test_selector_one_rank_runs_the_first_that_fits():
-    ranks = Ranks(1, LINKS["slow"], mpicomp.TopK(ratio=0.01))
-    name, _, bucket = ranks.step()
-    assert (name, bucket.reason) == ("allgather", "auto: seconds cannot be measured, so the first collective that fits")
-
-
-@pytest.mark.slow
-def test_every_reason_is_given():
-    ranks = Ranks(6, Link(1e-5, 1e9), mpicomp.TopK(ratio=0.3), numel=200_000)  # several plans are nearly as fast
-    reasons = {ranks.step()[2].reason.split(",")[0] for _ in range(60)}
-    assert any(reason.startswith("auto: least predicted seconds of ") for reason in reasons)
-    assert "auto: exploring a plan that may be the fastest" in reasons
-
-
 def test_what_was_learned_is_saved(tmp_path):
     model = CostModel(Network(4))
     ranks = Ranks(4, LINKS["odd"], mpicomp.TopK(ratio=0.01), cost=model)
@@ -267,15 +253,6 @@ def test_what_was_learned_is_saved(tmp_path):
     ranks.reducers[0].cost.save(path)
     again = Ranks(4, LINKS["odd"], mpicomp.TopK(ratio=0.01), cost=path)
     assert again.step()[0] == best
-
-
-@pytest.mark.parametrize("content", ["", "{}", '{"schema": 1}', '{"schema": 99, "network": {}}', "[1]"])
-def test_a_file_that_holds_something_else(tmp_path, content):
-    path = tmp_path / "cost.json"
-    path.write_text(content)
-    ranks = Ranks(2, LINKS["slow"], cost=str(path))
-    with pytest.raises(mpicomp.errors.ConfigurationError, match=r"^cost: "):
-        ranks.step()
 
 
 def test_a_model_of_another_number_of_hosts():

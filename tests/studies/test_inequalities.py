@@ -9,8 +9,6 @@ RANKS = 8
 KINDS = ("allgather", "ring", "tree")
 # The one printed figure that is further than a tenth from what the paper's own formula gives, which is a ninth less.
 FAR = ("ResNet50", 10, 0.001)
-# Table II: parameters, ms of latency, Gbit/s; then milliseconds of compression and exchange by AG at 0.1.
-TABLE_II = [(1e8, 10, 10, 525), (1e8, 10, 1, 4568), (1e8, 100, 1, 4830), (1e9, 10, 10, 5010), (1e9, 100, 1, 45645)]
 
 
 @pytest.mark.parametrize("cell", PRINTED_VI, ids=str)
@@ -22,17 +20,6 @@ def test_the_papers_table(cell, ratio):
     ours = [1e3 * sparse_sum(kind, RANKS, kept).seconds(1e-3, per_byte) for kind in KINDS]
     assert ours == pytest.approx(printed, rel=0.12 if (*cell, ratio) == FAR else 0.10)
     assert published_choice(RANKS, kept, 1e-3, per_byte) == KINDS[int(np.argmin(printed))]
-
-
-@pytest.mark.parametrize("parameters", [1e8, 1e9])
-def test_table_two_compression_is_equal_on_all_networks(parameters):
-    """It is the compression: what is printed less the formula, so that both sides are the paper's."""
-    rows = [row for row in TABLE_II if row[0] == parameters]
-    printed = np.array([row[3] for row in rows], float)
-    cost = sparse_sum("allgather", RANKS, 0.4 * parameters)
-    exchange = np.array([1e3 * cost.seconds(row[1] / 1e3, 8e-9 / row[2]) for row in rows])
-    assert (printed > exchange).all()
-    np.testing.assert_allclose(exchange + np.median(printed - exchange), printed, rtol=0.012)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8, 31])

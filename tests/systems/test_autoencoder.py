@@ -99,12 +99,6 @@ def test_autoencoder_equals_the_network_of_torch(dtype, rtol, count):
             np.testing.assert_allclose(decoded(code, numbers, count, worker), expected, rtol=0, atol=atol)
 
 
-@pytest.mark.parametrize("count", COUNTS)
-def test_the_code_is_a_part_of_the_values(count):
-    assert Autoencoder(Workspace()).length(count) == 4 * -(-count // 16)
-    assert Autoencoder(Workspace(), encoder=(1,), decoder=(1,)).length(count) == 4 * -(-count // 2)
-
-
 @pytest.mark.parametrize(("dtype", "rtol"), [(np.float32, 1e-5), (np.float64, 1e-13)])
 @pytest.mark.parametrize("ranks", [1, 2, 7])
 def test_shares_of_ranks_make_up_what_the_mean_is_decoded_to(dtype, rtol, ranks):

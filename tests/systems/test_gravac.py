@@ -346,17 +346,6 @@ def test_without_seconds_all_candidates_are_tried():
     assert state["throughputs"] == [[]] * 5
 
 
-def test_candidates_are_those_of_the_paper():
-    """Its examples: 10 20 40 160 1000, and 10 20 40 80 160 320 640 1280 2000."""
-    for scaling, least, factors in (
-        ("exponential", 1 / 1000, [1000, 160, 40, 20, 10]),
-        ("geometric", 1 / 2000, [2000, 1280, 640, 320, 160, 80, 40, 20, 10]),
-    ):
-        policy = {"id": "gravac", "least": least, "most": 0.1, "scaling": scaling}
-        [reducer] = Ranks(1, mpicomp.TopK(), policy=policy).reducers
-        assert [1 / level.ratio for level in reducer.policy.levels()] == pytest.approx(factors)
-
-
 def test_the_average_of_gains_is_over_ranks_in_hundredths():
     ranks = Ranks(3, mpicomp.TopK(), policy={"id": "gravac", "least": 0.1}, **FIXED)
     for entry in (EVEN, levels([(0.1, 0.96)]), EVEN):

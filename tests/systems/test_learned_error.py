@@ -42,15 +42,3 @@ def test_code_error_is_that_of_the_decoded_array(instance):
     assert learning[0] is None  # a dense step
     assert min(learning[1:]) > 0
     assert 0 < max(coded) < 1
-
-
-@pytest.mark.parametrize("instance", ["ring", "server"])
-def test_step_of_bad_numbers_leaves_the_code_error(instance):
-    world = Ranks(RANKS, mpicomp.get_compressor(CODE | {"instance": instance}), "learned", nonfinite="skip")
-    rng = np.random.default_rng(1)
-    for step in range(9):
-        gradients, before = gradients_of(rng), errors(world) if step else None
-        if step in (3, 8):
-            gradients[1]["w"][5] = np.nan
-        world.reduce(gradients)
-        assert (errors(world) == before) == (step in (3, 8))
