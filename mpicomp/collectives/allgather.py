@@ -6,20 +6,20 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate, groupby, pairwise
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mpicomp import kernels
 from mpicomp.collectives.scheme import (
+    COUNT,
     Exchange,
     MeanWriter,
     Memory,
     Result,
     Scheme,
     add_unless_zero,
-    count_round,
     failed_result,
     far_from_largest,
     gather_counts,
@@ -42,7 +42,6 @@ from mpicomp.compressors.wire import (
     read_dense_headers,
     read_sparse,
     read_sparse_header,
-    sparse_bytes,
     sparse_lead,
     sparse_parts,
     unpack_sharing,
@@ -100,13 +99,9 @@ class MessageLayout:
             raise MessageError(f"from rank {len(headers)}: {error}") from error
         factor = 1 / len(headers)
         write, answers = mean_of_messages(received, headers, factor, self.numel, self.dtype, self.workspace)
-        if not all(to_python(*answers)):
-            self._raise_first(received)
-        return flags, energy, lost, write
-
-    def _raise_first(self, received: Any) -> NoReturn:
-        """Raise the error of the first message whose elements are wrong."""
-        for rank, (start, stop) in enumerate(self.bounds):
+        if all(to_python(*answers)):
+            return flags, energy, lost, write
+        for rank, (start, stop) in enumerate(self.bounds):  # which of them is wrong
             try:
                 read_sparse(received[start:stop], self.numel, self.dtype, self.workspace)
             except MessageError as error:
@@ -115,7 +110,7 @@ class MessageLayout:
 
 
 class PlainLayout(MessageLayout):
-    """Messages whose values and indices are stored as they are, in memory of the host: all places are known."""
+    """Messages of uncoded values and indices in host memory: all places are known."""
 
     def __init__(self, compressor: Sparsifier, counts: list[int], like: Accumulated, context: Context) -> None:
         super().__init__(compressor, counts, like, context)
@@ -163,9 +158,9 @@ def mean_of_messages(
     dtype: np.dtype[Any],
     workspace: Workspace,
 ) -> tuple[MeanWriter, list[Any]]:
-    """Return ``factor`` times the sum of all undamaged messages in ``received``, and answers whether these are sound.
+    """Return ``factor`` times the sum of all undamaged messages, and whether each of their parts is sound.
 
-    Sound are indices that ascend below ``numel``, and scales that are finite. On a device answers are 0-d arrays.
+    Sound are indices that ascend below ``numel``, and scales that are finite. On a device these are 0-d arrays.
     """
     answers: list[Any] = []
     additions: list[Any] = []
@@ -201,10 +196,9 @@ def mean_of_messages(
 
 @register
 class Allgather(Scheme[Sparsifier]):
-    """Allgatherv of sparse messages with their true lengths.
+    """Allgatherv of sparse messages with their true lengths, which one integer a rank announces if values decide them.
 
-    If the compressor selects a fixed number of elements the lengths are known; if the values decide, one round of one
-    integer a rank comes first. A rank may select nothing.
+    A rank may select nothing.
     """
 
     id: ClassVar[str] = "allgather"
@@ -215,9 +209,10 @@ class Allgather(Scheme[Sparsifier]):
 
     def rounds(self, numel: int, dtype: np.dtype[Any], group: Group, step: int = 0) -> list[Round]:
         count = self.compressor.expected(numel)
-        size = sparse_bytes(count, numel, dtype, self.compressor.wire_for(count, numel))
-        gather = Round("allgatherv", [size] * group.size, _BYTE)
-        return [gather] if self.compressor.count(numel) is not None else [count_round(group), gather]
+        gather = Round("allgatherv", [self.compressor.message_bytes(count, numel, dtype)] * group.size, _BYTE)
+        if self.compressor.count(numel) is not None:
+            return [gather]
+        return [Round("allgatherv", [1] * group.size, COUNT), gather]
 
     def memory(self, numel: int, dtype: np.dtype[Any], group: Group) -> Memory:
         count, needed = self.compressor.expected(numel), super().memory(numel, dtype, group)
@@ -227,7 +222,9 @@ class Allgather(Scheme[Sparsifier]):
     def exchange(self, accumulated: Accumulated, context: Context) -> Exchange:
         group, workspace, numel = context.group, context.workspace, accumulated.numel
         message: NDArray[np.uint8] | None = None  # on the host, where it is there before the round
-        uncounted = self.compressor.select_uncounted(accumulated, context)
+        uncounted = None
+        if accumulated.kernels is not cpu:
+            uncounted = self.compressor.select_uncounted(accumulated, context)
         if uncounted is None:
             selection = self.compressor.select(accumulated, context)
         else:
@@ -270,23 +267,20 @@ class Allgather(Scheme[Sparsifier]):
     def _pack_and_count(
         self, found: UncountedSelection, accumulated: Accumulated, context: Context
     ) -> tuple[Selection, NDArray[np.uint8]]:
-        """Pack a selection on the device; return it and its message on the host, with one wait for both."""
+        # On the device; the host waits once for the selection and its message.
         compressor, numel, dtype = self.compressor, accumulated.numel, accumulated.dtype
-
-        def size_of(count: int) -> int:
-            return sparse_bytes(count, numel, dtype, compressor.wire_for(count, numel))
-
         longest = Wire(indices="plain" if compressor.indices == "auto" else compressor.indices)
         capacity = capacity_bytes(found.indices.size, numel, dtype, longest)
         message, moments = context.workspace.array("allgather.message", capacity, _BYTE), accumulated.device_moments
         flags = STALE * accumulated.stale
         write_pairs(message, found, found.count, numel, compressor.indices, flags, moments.energy, moments.finite)
-        likely = min(capacity, size_of(min(numel, compressor.expected(numel) * 5 // 4)))
+        usual = min(numel, compressor.expected(numel) * 5 // 4)
+        likely = min(capacity, compressor.message_bytes(usual, numel, dtype))
         device = current_device()
         head, [reached] = device.fetch_head(message, likely, found.reached)
         count = count_in(head)
         found.counted(reached)
-        size = size_of(count)
+        size = compressor.message_bytes(count, numel, dtype)
         if size > likely:
             head, _ = device.fetch_head(message, size)
         return Selection(found.indices[:count], found.values[:count]), head[:size]
@@ -294,10 +288,10 @@ class Allgather(Scheme[Sparsifier]):
 
 @register
 class PackedAllgather(Scheme[Quantiser]):
-    """Allgatherv of packed arrays; the mean is that of what was packed, and nothing is packed twice.
+    """Allgatherv of packed arrays, whose mean is not packed again.
 
-    What leaves a rank grows with the number of ranks, and so does decoding: for few ranks, short arrays, and where the
-    second packing of `TwoPhase` would cost more than its bytes save.
+    Bytes and decoding grow with the number of ranks: for few ranks, short arrays, and where the second packing of
+    `TwoPhase` would cost more than its bytes save.
     """
 
     id: ClassVar[str] = "packed-allgather"
@@ -348,7 +342,7 @@ class PackedAllgather(Scheme[Quantiser]):
             written = workspace.scratch("written mean", numel, dtype)
             write(written)
             finite = bool(np.isfinite(written).all())
-        if not self.compressor.averages:  # what wins is every rank's share, whatever its own sign
+        if not self.compressor.averages:  # the winning signs are every rank's share, whatever its own
             sent, lost = workspace.array("written mean", numel, dtype), math.nan
             write(sent)
         return Result.from_headers(write, sent, float(numel), flags, energy, lost, finite)

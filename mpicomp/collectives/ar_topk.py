@@ -1,5 +1,6 @@
-"""AR-Topk: one rank's indices for all, those of the rank whose turn it is or of the one that has most to send."""
+"""AR-Topk: one rank's indices for all, in turns or by energy."""
 
+from abc import abstractmethod
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -7,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpicomp import kernels
-from mpicomp.collectives.scheme import Exchange, Memory, Scheme, check_counts, failed_result, mean_at
+from mpicomp.collectives.scheme import COUNT, Exchange, Memory, Scheme, check_counts, failed_result, mean_at
 from mpicomp.compressors.accumulated import TRAILER, Accumulated
 from mpicomp.compressors.base_compressor import Compressor
 from mpicomp.compressors.context import Context
@@ -17,7 +18,7 @@ from mpicomp.compressors.wire import Selection
 from mpicomp.errors import MessageError
 from mpicomp.gpu import current_device, to_python
 from mpicomp.kernels import sizes
-from mpicomp.mpi.rounds import Group, Round
+from mpicomp.mpi.rounds import Group, Round, Rounds
 from mpicomp.registry import register
 
 _HEADER = np.dtype([("energy", "<f8"), ("count", "<i8")])  # of VAR-Topk
@@ -44,16 +45,22 @@ class ARTopk(Scheme[Sparsifier]):
         inner, values = self._sum.memory(count, dtype, group), count * dtype.itemsize
         return Memory(needed.scratch + inner.scratch, needed.held + inner.held + 2 * values)
 
-    def _rounds_at(self, leader: int, numel: int, dtype: np.dtype[Any], group: Group, step: int) -> list[Round]:
-        """Return the rounds of `_exchange_at`."""
-        count = self.compressor.expected(numel)
-        return [self._share(leader, count, numel), *self._sum.rounds(count, dtype, group, step)]
+    def rounds(self, numel: int, dtype: np.dtype[Any], group: Group, step: int = 0) -> list[Round]:
+        leader, count = 0 if self.by_value else step % group.size, self.compressor.expected(numel)
+        share = self._share(leader, count, numel)
+        return [*self._election(leader, numel, group), share, *self._sum.rounds(count, dtype, group, step)]
 
-    def _exchange_at(
-        self, leader: int, count: int, chosen: Selection | None, accumulated: Accumulated, context: Context
-    ) -> Exchange:
-        """Average the values at the leader's indices, ``chosen`` on that rank."""
+    @abstractmethod
+    def _election(self, leader: int, numel: int, group: Group) -> list[Round]:
+        """Return the round, if any, before that of the indices."""
+
+    @abstractmethod
+    def _elect(self, accumulated: Accumulated, context: Context) -> Rounds[tuple[int, int, Selection | None]]:
+        """Return the rank whose indices serve all, their number, and this rank's selection if it made one."""
+
+    def exchange(self, accumulated: Accumulated, context: Context) -> Exchange:
         workspace, numel = context.workspace, accumulated.numel
+        leader, count, chosen = yield from self._elect(accumulated, context)
         share = self._share(leader, count, numel)
         coded = share.dtype == np.uint8
         if context.group.rank == leader:
@@ -92,35 +99,31 @@ class StarTopk(ARTopk):
         "residuals start at zero, gain from all ranks' norms"
     )
 
-    def rounds(self, numel: int, dtype: np.dtype[Any], group: Group, step: int = 0) -> list[Round]:
-        leader = step % group.size
-        asked = [] if self.compressor.count(numel) is not None else [self._ask(leader)]
-        return [*asked, *self._rounds_at(leader, numel, dtype, group, step)]
+    def _election(self, leader: int, numel: int, group: Group) -> list[Round]:
+        known = self.compressor.count(numel) is not None
+        return [] if known else [Round("bcast", (1,), COUNT, root=leader)]
 
-    def exchange(self, accumulated: Accumulated, context: Context) -> Exchange:
-        leader = context.step % context.group.size
+    def _elect(self, accumulated: Accumulated, context: Context) -> Rounds[tuple[int, int, Selection | None]]:
+        leader, numel = context.step % context.group.size, accumulated.numel
         leads = context.group.rank == leader
         chosen = self.compressor.select(accumulated, context) if leads else None
-        count = self.compressor.count(accumulated.numel)
-        if count is None:
-            ask = self._ask(leader)
-            ask.recv = context.workspace.host_array("count", 1, np.int64)
+        count = self.compressor.count(numel)
+        for ask in self._election(leader, numel, context.group):
+            ask.recv = context.workspace.host_array("count", 1, COUNT)
             if chosen is not None:
-                ask.send = np.array([chosen.indices.size], np.int64)
+                ask.send = np.array([chosen.indices.size], COUNT)
             sent = None if chosen is None else (0, chosen.indices.size)
-            [count] = check_counts(self.id, (yield ask), 0, accumulated.numel, sent)
-        return (yield from self._exchange_at(leader, count, chosen, accumulated, context))
-
-    def _ask(self, leader: int) -> Round:
-        return Round("bcast", (1,), np.dtype(np.int64), root=leader)
+            [count] = check_counts(self.id, (yield ask), 0, numel, sent)
+        assert count is not None
+        return leader, count, chosen
 
 
 @register
 class VarTopk(ARTopk):
     """AR-Topk by energy: every rank selects, and the indices of the selection with the largest energy serve all.
 
-    An allgatherv of 16 bytes a rank exchanges energies and counts first. The lowest of ranks with equal energies wins,
-    and NaN counts as the smallest.
+    An allgatherv of 16 bytes a rank exchanges energies and counts first. Of equal energies the lowest rank's wins, and
+    NaN counts as the smallest.
     """
 
     id: ClassVar[str] = "var-topk"
@@ -131,13 +134,13 @@ class VarTopk(ARTopk):
     )
     by_value = True
 
-    def rounds(self, numel: int, dtype: np.dtype[Any], group: Group, step: int = 0) -> list[Round]:
-        return [self._compare(group), *self._rounds_at(0, numel, dtype, group, step)]
+    def _election(self, leader: int, numel: int, group: Group) -> list[Round]:
+        return [Round("allgatherv", [_HEADER.itemsize] * group.size, np.dtype(np.uint8))]
 
-    def exchange(self, accumulated: Accumulated, context: Context) -> Exchange:
+    def _elect(self, accumulated: Accumulated, context: Context) -> Rounds[tuple[int, int, Selection | None]]:
         group = context.group
         chosen = self.compressor.select(accumulated, context)
-        compare = self._compare(group)
+        [compare] = self._election(0, accumulated.numel, group)
         [energy] = to_python(kernels.energy(chosen.values))
         header = np.array([(energy, chosen.indices.size)], _HEADER)
         compare.send = header.view(np.uint8)
@@ -147,10 +150,7 @@ class VarTopk(ARTopk):
         counts = check_counts(self.id, headers["count"], 0, accumulated.numel, sent)
         energies = headers["energy"]
         leader = int(np.argmax(np.where(np.isnan(energies), -1.0, energies)))
-        return (yield from self._exchange_at(leader, counts[leader], chosen, accumulated, context))
-
-    def _compare(self, group: Group) -> Round:
-        return Round("allgatherv", [_HEADER.itemsize] * group.size, np.dtype(np.uint8))
+        return leader, counts[leader], chosen
 
 
 def exchange_at(
@@ -179,14 +179,14 @@ def exchange_at(
     if problem is not None:
         values[:] = 0
     elif weighted:
-        factors = (
-            current_device().to_device(weights.astype(dtype, copy=False))
-            if isinstance(weights, np.ndarray)
-            else weights
-        )
+        factors = weights
+        if isinstance(weights, np.ndarray):
+            factors = current_device().to_device(weights.astype(dtype, copy=False))
         with np.errstate(over="ignore", invalid="ignore"):
             np.multiply(values, factors, out=values, casting="same_kind")
-        lost = _lost(array, indices, values, accumulated.energy)
+            exact = array[indices]
+            before, after = to_python(kernels.energy(exact), kernels.energy(exact - values))
+            lost = float(accumulated.energy - before + after)  # scaled values may have more energy than the array
     else:
         lost = max(0.0, accumulated.energy - kept)
     stale = accumulated.stale or problem is not None
@@ -199,11 +199,3 @@ def exchange_at(
     values[:] = result.sent  # which may be scratch; often it is these values
     mean = mean_at(indices, result.mean_array(part, context.workspace, "mean of positions"))
     return replace(result, mean=mean, sent=Selection(indices, values), kept=float(indices.size))
-
-
-def _lost(array: NDArray[np.floating], indices: NDArray[np.uint32], sent: NDArray[np.floating], energy: float) -> float:
-    """Return the energy of ``array - sent``, which may be more than that of the array."""
-    exact = array[indices]
-    with np.errstate(over="ignore", invalid="ignore"):
-        before, after = to_python(kernels.energy(exact), kernels.energy(exact - sent))
-        return float(energy - before + after)

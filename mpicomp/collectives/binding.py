@@ -44,7 +44,7 @@ def bind(compressor: Compressor, collective: str) -> Scheme[Any]:
     compressor : Compressor
         Compressor that turns arrays into messages.
     collective : str
-        Its name. One that is built on another may name it behind a colon, as in ``"star-topk:ring"``; if not, it is
+        Its name. One that is built on another may name it behind a colon, as in ``"star-topk:ring"``; by default it is
         the first one that fits. For packed messages ``"scatter-reduce"`` is another name of ``"two-phase"``.
 
     Raises
@@ -52,7 +52,7 @@ def bind(compressor: Compressor, collective: str) -> Scheme[Any]:
     UnknownNameError
         Where there is no such collective.
     IncompatiblePairError
-        Where it does not carry this compressor's messages; the message names those that do.
+        Where it does not carry this compressor's messages; the text names those that do.
 
     Examples
     --------
@@ -73,23 +73,23 @@ use allgather, star-topk, ...
     if isinstance(compressor, SharedSparsifier) and cls.supports(_values_of(compressor)):
         return SharedPositions(compressor, bind(_values_of(compressor), collective))
     if not cls.supports(compressor):
-        what = f"{'sums' if cls.messages == 'dense' else 'carries'} {cls.messages} messages"
+        does = f"{'sums' if cls.messages == 'dense' else 'carries'} {cls.messages} messages"
         if cls.messages == "own":
-            what = f"only {cls.owner.id} has"
+            does = f"only {cls.owner.id} has"
         elif not compressor.averages:
-            what = "averages parts of arrays"
+            does = "averages parts of arrays"
         elif compressor.shares_positions:
-            what += ", not values at positions that all ranks know"
+            does += ", not values at positions that all ranks know"
         if (
             not cls.needs_whole_message
             and getattr(compressor, "wire", None) in SHARING
             and cls.supports(type(compressor))
         ):
-            what = "cuts messages or adds to them, whose values share scales here"
+            does = "cuts messages or adds to them, whose values share scales here"
         *others, last = fitting(compressor)
         subject = repr(compressor) if name in fitting(type(compressor)) else compressor.id
         raise IncompatiblePairError(
-            f"{subject}: does not fit collective '{name}', which {what}; "
+            f"{subject}: does not fit collective '{name}', which {does}; "
             f"use {', '.join(others) + ' or ' if others else ''}{last}"
         )
     carried = cls.inner_compressor(compressor)
@@ -113,8 +113,7 @@ def variants(compressor: Compressor) -> list[str]:
 
 
 def _variants(compressor: Compressor, above: tuple[str, ...]) -> list[str]:
-    """Return the variants in which no collective is built on itself."""
-    names = []
+    names = []  # no collective is built on itself
     values = _values_of(compressor) if isinstance(compressor, SharedSparsifier) else compressor
     for name in fitting(values):
         carried = collective_class(name).inner_compressor(values)
@@ -126,7 +125,6 @@ def _variants(compressor: Compressor, above: tuple[str, ...]) -> list[str]:
 
 
 def _values_of(compressor: SharedSparsifier) -> Compressor:
-    """Return the compressor for values at positions that all ranks share: they are summed like a dense array."""
     return compressor.values or Dense(wire=compressor.wire)
 
 

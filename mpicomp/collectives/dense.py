@@ -1,4 +1,4 @@
-"""Sums of whole arrays by the transport, by ranks that each own a part of the array, and by one server."""
+"""Sums of whole arrays: by the transport, by ranks that each own a part of the array, and by one server."""
 
 import functools
 from collections.abc import Sequence
@@ -86,10 +86,9 @@ class Allreduce(Scheme[Dense]):
 class ScatterReduce(Scheme[Dense]):
     """Alltoallv of parts, a sum in rank order by each part's owner, Allgatherv of the sums.
 
-    As many bytes as a ring, in two messages for each pair of ranks, and sums that do not depend on how a library
-    orders them. With a 16-bit wire every value is rounded exactly twice, whatever the number of ranks: at
-    the sender, and when the owner sends the mean. The owner takes the second error, times the number of
-    ranks, into its residual.
+    As many bytes as a ring, in two messages for each pair of ranks. With a 16-bit wire every value is rounded twice,
+    whatever the number of ranks: at the sender, and when the owner sends the mean; the owner's residual takes the
+    second error, times the number of ranks.
     """
 
     id: ClassVar[str] = "scatter-reduce"
@@ -145,9 +144,8 @@ class ScatterReduce(Scheme[Dense]):
 class ParameterServer(Scheme[Dense]):
     """Gatherv to rank 0, which decodes in rank order, and Bcast of the mean, which all ranks decode, rank 0 too.
 
-    Two steps whatever the number of ranks, but all bytes pass through the link of one of them.
-
-    With a 16-bit wire rank 0 takes the error of the second rounding, times the number of ranks, into its residual.
+    Two steps whatever the number of ranks, but all bytes pass through the link of one of them. With a 16-bit wire rank
+    0 takes the error of the second rounding, times the number of ranks, into its residual.
     """
 
     id: ClassVar[str] = "parameter-server"
@@ -197,11 +195,12 @@ class ParameterServer(Scheme[Dense]):
         flags, energy, lost, unread = read_answers(self.id, [answer], [numel], problem)
         if unread is not None:
             return failed_result(accumulated, unread, stale=False)
-        write = functools.partial(read_dense, answer, wire)
-        if wire is not None:
-            return Result.from_headers(write, sent, float(numel), flags, energy, lost)
-        write(mean)
-        return Result.from_headers(mean, sent, float(numel), flags, energy, lost)
+        result = Result.from_headers(mean, sent, float(numel), flags, energy, lost)
+        if wire is None:
+            read_dense(answer, wire, mean)
+        else:
+            result.mean = functools.partial(read_dense, answer, wire)
+        return result
 
 
 def average_at_owner(
@@ -240,7 +239,7 @@ def read_at_owner(
 def read_answers(
     collective: str, messages: Sequence[NDArray[np.uint8]], counts: Sequence[int], problem: MessageError | None
 ) -> tuple[int, float, float, MessageError | None]:
-    """Read the answers of all owners; raise on all ranks where some owner has a ``problem`` with what it was sent."""
+    """Read the answers of all owners; raise on all ranks if some owner has a ``problem`` with a message to it."""
     flags, energy, lost = 0, 0.0, 0.0
     unread: MessageError | None = None
     for rank, (message, count) in enumerate(zip(messages, counts, strict=True)):

@@ -45,20 +45,19 @@ some owner of the slice was sent a damaged message, and whether this one was and
 class Hierarchical(Scheme[Compressor]):
     """The array is cut into as many slices as the host with the fewest ranks has; each slice has one owner a host.
 
-    In a host every rank gives its slices to their owners, who sum them in rank order. The owners of a slice, one a
-    host, exchange their sums with the inner collective as if there was nobody else. The means then come back to all
-    ranks of each host. So a host counts as one participant: a sparsifier selects from a host's sum, slice by
-    slice, and its ratio is that of a host. All links between hosts carry an even share.
+    In a host every rank sends its slices to their owners, who sum them in rank order. The owners of a slice, one a
+    host, exchange their sums with the inner collective as if no other ranks existed, and send the means to all ranks of
+    their host. So a host counts as one participant: a sparsifier selects from a host's sum, slice by slice, and its
+    ratio is that of a host. All links between hosts carry an even share. On one host nothing is compressed; with one
+    rank a host it is the inner collective alone.
 
     Notes
     -----
     With sparse messages error feedback moves inside a host: an owner's accumulated array becomes the host's sum in its
     own slice and zero elsewhere, and that of a rank that owns nothing zero everywhere. ``sent``, the gain and the
-    residuals are of these arrays, whose sum over ranks is what it was. With dense and packed messages nothing moves:
-    an owner's ``sent`` is all of its array but what the inner collective kept back of the host's sum, other ranks
-    have sent all they had.
-
-    On one host nothing is compressed; with one rank a host it is the inner collective alone.
+    residuals are of these arrays, whose sum over ranks does not change. With dense and packed messages nothing moves:
+    an owner's ``sent`` is its array minus the part of the host's sum that the inner collective kept back; other ranks
+    have sent their whole arrays.
     """
 
     id: ClassVar[str] = "hierarchical"
@@ -73,6 +72,7 @@ class Hierarchical(Scheme[Compressor]):
     def __init__(self, compressor: Compressor, inner: Scheme[Any]) -> None:
         super().__init__(compressor)
         self._inner = inner
+        self._sparse = isinstance(compressor, Sparsifier) and not compressor.shares_positions
         self.may_drop_selected, self.by_value = inner.may_drop_selected, inner.by_value
 
     @classmethod
@@ -94,7 +94,7 @@ class Hierarchical(Scheme[Compressor]):
         host, across = _groups(group)
         slices = _slices(numel, group)
         inner = []
-        if across is not None and self._exchanged(slices[host.rank]):
+        if across is not None and (slices[host.rank] or not self._sparse):  # nothing is selected from an empty slice
             rounds = self._inner.rounds(slices[host.rank], dtype, across, step)
             inner = [replace(task, group=ACROSS) for task in rounds]
         if host.size == 1:
@@ -116,7 +116,7 @@ class Hierarchical(Scheme[Compressor]):
         if host.size == 1:
             return inner
         part = (owned + TRAILER) * dtype.itemsize
-        # What arrives, the host's sum and what is sent of it; the mean, and what is kept back.
+        # Messages, the host's sum and its sent part; the mean, and the unsent part.
         return Memory((host.size + 2) * part + inner.scratch, inner.held + 2 * part)
 
     def exchange(self, accumulated: Accumulated, context: Context) -> Exchange:
@@ -127,7 +127,7 @@ class Hierarchical(Scheme[Compressor]):
         if host.size == 1:
             assert across is not None
             if not self._sparse:
-                accumulated.array()  # owners on other hosts have made their sums, and all have to divide alike
+                accumulated.array()  # not divided, as owners on other hosts do not divide theirs
             result, damaged = yield from self._between_hosts(accumulated, context, across)
             report = self._report(result, damaged, True)
             return _joined(report, result.mean, result.sent, result.problem, accumulated.numel)
@@ -152,7 +152,7 @@ class Hierarchical(Scheme[Compressor]):
         sent: NDArray[np.floating] | Selection = accumulated.array()
         if self._sparse:
             sent = Selection(workspace.array("none", 0, np.uint32), mean)
-        if owner and self._exchanged(owned):
+        if owner and (owned or not self._sparse):
             assert across is not None
             part = self._part(accumulated, incoming, owned_slice, group.hosts, workspace)
             result, damaged = yield from self._between_hosts(part, context, across)
@@ -185,14 +185,6 @@ class Hierarchical(Scheme[Compressor]):
         gather.recv = accumulated.memory_of_mean(workspace)[:numel]
         return _joined(reports, (yield gather), sent, problem, numel)
 
-    @property
-    def _sparse(self) -> bool:
-        return isinstance(self.compressor, Sparsifier) and not self.compressor.shares_positions
-
-    def _exchanged(self, owned: int) -> bool:
-        """Return whether the owners of a slice talk: nothing can be selected from an empty one."""
-        return owned > 0 or not self._sparse
-
     def _part(
         self,
         accumulated: Accumulated,
@@ -218,7 +210,7 @@ class Hierarchical(Scheme[Compressor]):
         moments = kernels.accumulate(incoming[-1, :owned], total[:owned], buffer[:owned], accumulated.threads)
         energy_there, finite_there = to_python(moments.energy, moments.finite)
         if total.size == owned:
-            energy = energy_there  # what the rounding of this slice is a share of
+            energy = energy_there  # of this slice alone, of which rounding loses a share
         finite = nonfinite == 0 and finite_there
         if finite and self.compressor != Dense():
             # The part of the host's sum that is kept back is subtracted from the owner's sent array.
@@ -226,7 +218,7 @@ class Hierarchical(Scheme[Compressor]):
         return Accumulated.ready(buffer, energy, lost, finite, stale > 0)
 
     def _between_hosts(self, part: Accumulated, context: Context, across: Group) -> Rounds[tuple[Result, bool]]:
-        """Return the inner collective's result, over ranks, and whether an owner was sent a damaged message."""
+        """Return the inner collective's result, over ranks, and whether some owner received a damaged message."""
         inner = replace(
             context,
             group=across,
@@ -250,7 +242,7 @@ class Hierarchical(Scheme[Compressor]):
         return result, False
 
     def _report(self, result: Result, damaged: bool, last: bool) -> NDArray[np.float64]:
-        """Return the numbers that an owner sends to its host; they are the same on all hosts."""
+        # The numbers that an owner sends to its host, the same on all hosts.
         with np.errstate(invalid="ignore", over="ignore"):
             lost = (1 - np.float64(result.gain)) * result.energy
         # With dense messages the last slice's energy is that of the ranks' whole arrays.
@@ -274,14 +266,13 @@ def _groups(group: Group) -> tuple[Group, Group | None]:
 
 
 def _slices(numel: int, group: Group) -> list[int]:
-    """Return the number of elements in every owner's slice; of the first ones 0 where owners are more."""
     across = group.part(ACROSS)  # without a layout every rank has a host of its own
     owners = min(Counter(group.layout).values()) if across is None else across.sharing
     return parts_of(numel, owners)[::-1]
 
 
 def _differ_finitely(total: NDArray[np.floating], array: NDArray[np.floating], energy: float, hosts: int) -> bool:
-    """Return whether whatever is kept back of a host's sum can be taken from an array, if all hosts say so."""
+    # Whether any unsent part of a host's sum can be subtracted from an array, if so on all hosts.
     [local_energy] = to_python(kernels.energy(array))
     if far_from_largest((energy + local_energy) * hosts**2, array.dtype):
         return True
@@ -296,7 +287,7 @@ def _joined(
     problem: MessageError | None,
     numel: int,
 ) -> Result:
-    """Return the result from the reports of a host's owners; ``problem`` is what this rank could not read as one."""
+    """Return the result from the reports of a host's owners; ``problem`` is an owner's unreadable message."""
     numbers = (float(number) for number in reports.reshape(-1, _REPORT).sum(axis=0))
     energy, lost, kept, nonfinite, stale, damaged, alone = numbers
     if problem is not None:

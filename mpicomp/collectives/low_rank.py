@@ -70,25 +70,25 @@ class LowRank(Scheme[PowerSGD]):
         sizes = self._left_size, self._right_size, numel - self._held
         sums = _FactorSums(self._sum, accumulated, context, sizes)
         matrices = [stack.of(accumulated.array()) for stack in self._stacks]
-        lefts, rights = self._lefts(sums.left), self._rights(sums.right)
+        lefts, rights = self._factors(sums.left, True), self._factors(sums.right)
         self._begin(rights, context)
         for part, packed in self._rest:
             sums.rest[packed] = accumulated.array()[part]
         for iteration in range(self.compressor.iterations):
             if iteration > 0:
-                following = self._rights(sums.right_mean)
+                following = self._factors(sums.right_mean)
                 _scale(following, *_largest(following), rights, context)
             bases = yield from self._factor_step(matrices, lefts, rights, sums)
         second, problem = sums.right_sum, sums.problem
         if problem is not None:
             return failed_result(accumulated, problem, sums.stale)
-        following = self._rights(sums.right_mean)
+        following = self._factors(sums.right_mean)
         largest = None if sums.nonfinite else _largest(following)  # the host waits here, before the products below
         # P Q^T with the mean Q is the mean; with this rank's Q it is this rank's share.
         assert not isinstance(second.sent, Selection)
         mean, sent = (workspace.array(name, numel, accumulated.dtype) for name in ("low-rank mean", "low-rank sent"))
         for whole, factors in ((mean, sums.right_mean), (sent, second.sent)):
-            for stack, basis, factor in zip(self._stacks, bases, self._rights(factors), strict=True):
+            for stack, basis, factor in zip(self._stacks, bases, self._factors(factors), strict=True):
                 multiply(basis, factor.transpose(0, 2, 1), stack.of(whole))
         if largest is not None:
             _scale(following, *largest, rights, context)
@@ -103,7 +103,7 @@ class LowRank(Scheme[PowerSGD]):
         """Run one power iteration, algorithm 1 of the paper, and return the orthonormal P of each stack."""
         for matrix, p, q in zip(matrices, ps, qs, strict=True):
             multiply(matrix, q, p)  # P = M Q
-        means = self._lefts((yield from sums.average_left()))
+        means = self._factors((yield from sums.average_left()), True)
         bases = [orthogonalize(sums.finite(p)) for p in means]
         for matrix, p, q in zip(matrices, bases, qs, strict=True):
             multiply(matrix.transpose(0, 2, 1), p, q)  # Q = M^T P
@@ -113,13 +113,14 @@ class LowRank(Scheme[PowerSGD]):
     def _compresses(self, step: int) -> bool:
         return bool(self._matrices) and step >= self.compressor.start_step
 
-    def _lefts(self, array: NDArray[np.floating]) -> Stacks:
-        """Return views of the left factors of each stack, shape (count, rows, rank)."""
-        return _parts(array, [(stack.count, stack.first.rows, stack.first.rank) for stack in self._stacks])
-
-    def _rights(self, array: NDArray[np.floating]) -> Stacks:
-        """Return views of the right factors of each stack, shape (count, columns, rank)."""
-        return _parts(array, [(stack.count, stack.first.columns, stack.first.rank) for stack in self._stacks])
+    def _factors(self, array: NDArray[np.floating], left: bool = False) -> Stacks:
+        """Return views of the factors of each stack, shape (count, rows or columns, rank)."""
+        parts, place = [], 0
+        for stack in self._stacks:
+            shape = stack.count, stack.first.rows if left else stack.first.columns, stack.first.rank
+            parts.append(array[place : place + prod(shape)].reshape(shape))
+            place += prod(shape)
+        return parts
 
     def _begin(self, rights: Stacks, context: Context) -> None:
         """Write the initial right factors, the same on all ranks: known columns, and random ones for a larger rank."""
@@ -141,7 +142,6 @@ class LowRank(Scheme[PowerSGD]):
                     factor[:, columns:] = current_device().to_device(drawn)
 
     def _keep(self, rights: Stacks, context: Context) -> None:
-        """Keep the right factors for the next step."""
         ends = {
             start: factor
             for stack, factors in zip(self._stacks, rights, strict=True)
@@ -210,7 +210,10 @@ class _FactorSums:
             self._moments.energy, self._moments.finite, kernels.energy(self.right[: self._right_size]), *self._rounding
         )
         lost = max(0.0, energy - projected + (rounded - rest_energy))
-        finite = finite and _projects_finitely(self._accumulated.array(), energy)
+        array = self._accumulated.array()
+        if finite and not far_from_largest(energy, array.dtype):  # no projection is longer than the array
+            [largest] = to_python(np.abs(array).max())
+            finite = 16 * float(largest) * math.sqrt(array.size) < float(np.finfo(array.dtype).max)
         self.right_sum, self.right_mean = yield from self._sum(self.right, energy, lost, finite)
 
     def _sum(
@@ -223,16 +226,6 @@ class _FactorSums:
         self.nonfinite |= result.nonfinite
         self.stale |= result.stale
         return result, result.mean_array(part, self._context.workspace)
-
-
-def _parts(array: NDArray[np.floating], shapes: list[tuple[int, int, int]]) -> Stacks:
-    """Cut an array into views of some shapes."""
-    parts, place = [], 0
-    for shape in shapes:
-        size = prod(shape)
-        parts.append(array[place : place + size].reshape(shape))
-        place += size
-    return parts
 
 
 def _largest(factors: Stacks) -> tuple[Stacks, bool]:
@@ -251,11 +244,3 @@ def _scale(factors: Stacks, largest: Stacks, empty: bool, out: Stacks, context: 
         for size, scaled in zip(largest, out, strict=True):
             drawn = context.random(shared=True).standard_normal(scaled.shape).astype(scaled.dtype)
             np.copyto(scaled, np.where(size == 0, current_device().to_device(drawn), scaled))
-
-
-def _projects_finitely(array: NDArray[np.floating], energy: float) -> bool:
-    """Return whether all projections of an array, and the errors, are finite: none is longer than the array."""
-    if far_from_largest(energy, array.dtype):
-        return True
-    [largest] = to_python(np.abs(array).max())
-    return 16 * float(largest) * math.sqrt(array.size) < float(np.finfo(array.dtype).max)

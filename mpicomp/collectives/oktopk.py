@@ -30,7 +30,6 @@ from mpicomp.compressors.wire import (
     Selection,
     Sparse,
     read_sparse,
-    sparse_bytes,
     write_damaged,
     write_sparse,
 )
@@ -61,7 +60,7 @@ class Oktopk(Scheme[Sparsifier]):
     """Each rank owns a region, sums all ranks' selections there, and hands on the largest of all sums.
 
     1. Alltoallv of counts, then of messages: the selected elements of region j go to rank j, which adds them.
-    2. Allgatherv of how many sums of each owner reach a threshold in magnitude, the same for all ranks.
+    2. Allgatherv of the number of each owner's sums that reach a threshold in magnitude, the same for all ranks.
     3. Allgatherv of messages with these sums. If an owner has more than twice the mean number of them, and it is
        worth a round, an alltoallv shares them out evenly before.
 
@@ -70,13 +69,12 @@ class Oktopk(Scheme[Sparsifier]):
     sums reach the one before. In between it changes by 0.8 % where the number of sums that reach it has left
     2k/3 .. 4k/3.
 
-    Regions have the same length at first. At every 64th exchange ranks tell the quantiles of what they have selected
-    along with round 2; their means are the boundaries from the next exchange on. Boundaries and threshold are in the
-    bucket's memory.
+    Regions have the same length at first. At every 64th exchange ranks send the quantiles of their selections with
+    round 2; the means are the boundaries from the next exchange on. The bucket's memory keeps boundaries and threshold.
 
-    What a rank has sent are its values at those of its indices that were delivered; the others stay in its residual.
-    16-bit values are rounded at the sender and, as means, at the owner, whose residual keeps that error, times the
-    number of ranks. One more allgatherv of one number a rank then tells what was lost.
+    A rank has sent its values at those of its indices that were delivered; the others stay in its residual. 16-bit
+    values are rounded at the sender and, as means, at the owner, whose residual keeps that error, times the number of
+    ranks. One more allgatherv of one number a rank then sums the lost energy.
     """
 
     id: ClassVar[str] = "oktopk"
@@ -93,7 +91,8 @@ class Oktopk(Scheme[Sparsifier]):
     def rounds(self, numel: int, dtype: np.dtype[Any], group: Group, step: int = 0) -> list[Round]:
         size = group.size
         parts = list(zip(parts_of(self.compressor.expected(numel), size), parts_of(numel, size), strict=True))
-        known = {part: self.bytes_of(*part, dtype) for part in set(parts)}  # of thousands of ranks, few differ
+        bytes_of = self.compressor.message_bytes
+        known = {part: bytes_of(*part, dtype) for part in set(parts)}  # of thousands of ranks, few differ
         sizes = [known[part] for part in parts]
         return [
             Round("alltoallv", [2] * size, _COUNT),
@@ -109,31 +108,31 @@ class Oktopk(Scheme[Sparsifier]):
         return Memory(selection.scratch + merged, 2 * selection.held)
 
     def exchange(self, accumulated: Accumulated, context: Context) -> Exchange:
-        return (yield from _Step(self, accumulated, context).run())
-
-    def bytes_of(self, count: int, length: int, dtype: np.dtype[Any]) -> int:
-        """Return the length of a message with ``count`` elements of a part of ``length``."""
-        return sparse_bytes(count, length, dtype, self.compressor.wire_for(count, length))
+        return (yield from _Step(self.compressor, accumulated, context).run())
 
 
 class _Step:
     """One exchange on one rank."""
 
-    def __init__(self, scheme: Oktopk, accumulated: Accumulated, context: Context) -> None:
-        self.scheme = scheme
+    def __init__(self, compressor: Sparsifier, accumulated: Accumulated, context: Context) -> None:
+        self.compressor = compressor
         self.accumulated = accumulated
         self.context = context
         self.group = context.group
         self.workspace: Workspace = context.workspace
         self.numel = accumulated.numel
         self.dtype = accumulated.dtype
-        self.state = _state_of(context.memory, self.numel, self.group.size)
+        state = context.memory.get("oktopk")
+        if state is None or (state["numel"], state["ranks"]) != (self.numel, self.group.size):
+            bounds = list(accumulate(parts_of(self.numel, self.group.size), initial=0))  # regions of the same length
+            state = {"numel": self.numel, "ranks": self.group.size, "exchanges": 0, "bounds": bounds, "threshold": None}
+        self.state = dict(state)
         self.flags = NONFINITE * (not accumulated.finite) | STALE * accumulated.stale
         self.problem: MessageError | None = None
 
     def run(self) -> Exchange:
-        wire, ranks = self.scheme.compressor.wire, self.group.size
-        selection = self.scheme.compressor.select(self.accumulated, self.context)
+        wire, ranks = self.compressor.wire, self.group.size
+        selection = self.compressor.select(self.accumulated, self.context)
         if wire is not None and np.may_share_memory(selection.values, self.accumulated.array()):
             selection = Selection(selection.indices, selection.values.copy())  # rounded in place when it is written
         regions = list(pairwise(self.state["bounds"]))
@@ -159,7 +158,8 @@ class _Step:
         sent = _intersection(selection, delivered.indices, self.workspace, "sent")
         lost = sum(message.lost for message in arrived) + owners_lost
         if error is not None:
-            sent = _difference(sent, Selection(chosen.indices, error), self.workspace, "sent.rounded")
+            error_sent = Selection(chosen.indices, error)
+            sent = _merged(kernels.merge_subtract, sent, error_sent, self.workspace, "sent.rounded")
             [change] = to_python(kernels.norm_change(self.accumulated.array(), sent.indices, sent.values))
             lost = max(0.0, self.accumulated.energy + change) if self.problem is None else math.nan
             lost = float((yield from gather_rows(np.array(lost), self.group)).sum())
@@ -207,7 +207,7 @@ class _Step:
         return target, self._read(incoming, received, coming, [(0, kept_region[1] - kept_region[0])] * ranks, "arrived")
 
     def _within(self, counts: NDArray[np.int64], most: int) -> list[int]:
-        """Return counts clipped to what may be: the others know nothing of a wrong one, so this rank has to go on."""
+        # A wrong count is clipped: the others do not know of it, so this rank takes part to the end.
         found = [int(count) for count in counts]
         for rank, count in enumerate(found):
             if not 0 <= count <= most:
@@ -216,12 +216,11 @@ class _Step:
         return [min(max(count, 0), most) for count in found]
 
     def _sum(self, parts: list[Selection], name: str = "sum") -> Selection:
-        """Add selections by halves."""
         if len(parts) == 1:
             return parts[0]
         half = len(parts) // 2
         first, second = self._sum(parts[:half], f"{name}.0"), self._sum(parts[half:], f"{name}.1")
-        return _union(first, second, self.workspace, name)
+        return _merged(kernels.merge_add, first, second, self.workspace, name)
 
     def _agree(self, sums: Selection, selection: Selection, target: int) -> Rounds[tuple[list[int], int, int]]:
         """Return the delivered sums of each owner, the magnitude bits that they reach, and this rank's number."""
@@ -254,7 +253,7 @@ class _Step:
             parts = _cut(magnitudes, found)
             *counts, num_chosen = to_python(*(kernels.count_reaching(part, bits) for part in (*parts, sums.values)))
             if num_chosen != counts[rank]:
-                text = f"oktopk: of the {sums.values.size} sums of rank {rank} others came back than it has sent"
+                text = f"oktopk: of the {sums.values.size} sums of rank {rank} others were received than it has sent"
                 self.problem = self.problem or MessageError(text)
         elif state["threshold"] is not None and 3 * reached > 4 * target:
             state["threshold"] *= _ADJUST
@@ -263,7 +262,6 @@ class _Step:
         return counts, bits, num_chosen
 
     def _energies(self, arrived: Sequence[Sparse], chosen: Selection) -> tuple[float, float]:
-        """Return the energy of all messages to this owner, and that of their delivered elements."""
         energy, kept = 0.0, 0.0
         for message in arrived:
             delivered = _intersection(message.selection, chosen.indices, self.workspace, "delivered")
@@ -274,7 +272,7 @@ class _Step:
         return energy, kept
 
     def _round_means(self, chosen: Selection, wire: str) -> NDArray[np.floating]:
-        """Round means to 16 bits, in place; return what that takes from their sums over ranks."""
+        """Round means to 16 bits, in place; return the rounding errors of their sums over ranks."""
         size = chosen.values.size
         rounded = self.workspace.scratch("rounded", size, self.dtype)
         error = self.workspace.scratch("error", size, self.dtype)
@@ -313,17 +311,16 @@ class _Step:
         return everything, sum(part.lost for part in messages)
 
     def _bytes(self, count: int, span: _Span) -> int:
-        return self.scheme.bytes_of(count, span[1] - span[0], self.dtype)
+        return self.compressor.message_bytes(count, span[1] - span[0], self.dtype)
 
     def _write(self, part: Selection, span: _Span, out: NDArray[np.uint8], energy: float, kept: float) -> None:
-        """Write a message with indices that count from where a span begins."""
         if self.problem is not None or self.flags & DAMAGED:
             write_damaged(out)
             return
         length = span[1] - span[0]
         indices = self.workspace.scratch("relative", part.indices.size, np.uint32)
         np.subtract(part.indices, np.uint32(span[0]), out=indices)
-        wire = self.scheme.compressor.wire_for(indices.size, length)
+        wire = self.compressor.wire_for(indices.size, length)
         write_sparse(out, Selection(indices, part.values), length, wire, self.flags, energy, kept)
 
     def _read(
@@ -334,7 +331,7 @@ class _Step:
         spans: Sequence[_Span],
         name: str,
     ) -> list[Sparse]:
-        """Read one message of each rank, one behind the other into an array of the workspace; note flags, errors."""
+        # One message of each rank, one behind the other into an array of the workspace.
         whole = _capacity(self.workspace, name, sum(counts), self.dtype)
         messages = []
         bounds = pairwise([0, *accumulate(counts)])
@@ -355,50 +352,30 @@ class _Step:
         return messages
 
 
-def _state_of(memory: dict[str, Any], numel: int, ranks: int) -> dict[str, Any]:
-    """Return the state learned for a bucket; an empty one where length or ranks have changed."""
-    state = memory.get("oktopk")
-    if state is None or (state["numel"], state["ranks"]) != (numel, ranks):
-        bounds = list(accumulate(parts_of(numel, ranks), initial=0))  # regions of the same length
-        return {"numel": numel, "ranks": ranks, "exchanges": 0, "bounds": bounds, "threshold": None}
-    return dict(state)
-
-
 def _cut(array: NDArray[Any], sizes: Sequence[int]) -> list[NDArray[Any]]:
     return [array[span] for span in slices_of(sizes)]
 
 
 def _capacity(workspace: Workspace, name: str, size: int, dtype: np.dtype[Any]) -> Selection:
-    """Return memory for a selection; it is the caller's until the same name is asked for again."""
     make = workspace.array if name in _RESULTS else workspace.scratch
     return Selection(make(f"{name}.indices", size, np.uint32), make(f"{name}.values", size, dtype))
 
 
-def _union(first: Selection, second: Selection, workspace: Workspace, name: str) -> Selection:
-    """Return all elements of two selections, the values of common indices added."""
+def _merged(
+    kernel: Callable[..., Any], first: Selection, second: Selection, workspace: Workspace, name: str
+) -> Selection:
     out = _capacity(workspace, name, first.indices.size + second.indices.size, first.values.dtype)
-    return _filled(out, kernels.merge_add, first.indices, first.values, second.indices, second.values)
-
-
-def _difference(first: Selection, second: Selection, workspace: Workspace, name: str) -> Selection:
-    """Return the first selection minus the second one, zeros left out."""
-    out = _capacity(workspace, name, first.indices.size + second.indices.size, first.values.dtype)
-    return _filled(out, kernels.merge_subtract, first.indices, first.values, second.indices, second.values)
+    [size] = to_python(kernel(first.indices, first.values, second.indices, second.values, out.indices, out.values))
+    return Selection(out.indices[:size], out.values[:size])
 
 
 def _intersection(selection: Selection, indices: NDArray[np.uint32], workspace: Workspace, name: str) -> Selection:
-    """Return the part of a selection that is at some indices."""
     out = _capacity(workspace, name, min(selection.indices.size, indices.size), selection.values.dtype)
-    return _filled(out, kernels.intersect, selection.indices, selection.values, indices)
-
-
-def _filled(out: Selection, kernel: Callable[..., Any], *inputs: NDArray[Any]) -> Selection:
-    [size] = to_python(kernel(*inputs, out.indices, out.values))
+    [size] = to_python(kernels.intersect(selection.indices, selection.values, indices, out.indices, out.values))
     return Selection(out.indices[:size], out.values[:size])
 
 
 def _split(selection: Selection, threshold: int, count: int, workspace: Workspace, name: str) -> Selection:
-    """Return the ``count`` elements that reach a threshold; see `cpu.split_largest`."""
     dtype = selection.values.dtype
     kept = _capacity(workspace, f"{name}.kept", count, dtype)
     left = _capacity(workspace, f"{name}.left", selection.indices.size - count, dtype)
@@ -421,7 +398,7 @@ def _quantiles(indices: NDArray[np.uint32], size: int) -> list[int]:
 
 
 def _mean_bounds(cuts: NDArray[np.int64], before: Sequence[int]) -> list[int]:
-    """Return the boundaries that follow from all ranks' quantiles: their means, rounded down.
+    """Return the boundaries between regions: the means of all ranks' quantiles, rounded down.
 
     >>> _mean_bounds(np.array([[3], [-1], [6]]), [0, 5, 10])
     [0, 4, 10]

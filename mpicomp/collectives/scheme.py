@@ -1,6 +1,5 @@
 """The base class of schemes: a scheme is a compressor bound to a collective, written as a generator of rounds."""
 
-import functools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
@@ -23,12 +22,12 @@ from mpicomp.registry import Registry
 from mpicomp.workspace import Workspace
 
 Exchange = Rounds["Result"]
-"""Yields rounds, is sent what they received, and returns a `Result`."""
+"""Yields rounds, is sent their received arrays, and returns a `Result`."""
 
-_COUNT = np.dtype(np.int64)
+COUNT = np.dtype(np.int64)
 _CANDIDATES = 5  # elements for each selected one that a compressor may list while it searches
 _LATE_STEP = 1 << 30  # a step in the long run: first steps may have other rounds
-
+_LARGEST = {np.dtype(dtype): float(np.finfo(dtype).max) for dtype in (np.float32, np.float64)}
 
 MeanWriter = Callable[[NDArray[np.floating]], None]
 """Writes a mean to an array of shape (numel,), from messages that were checked before."""
@@ -36,7 +35,7 @@ MeanWriter = Callable[[NDArray[np.floating]], None]
 
 @dataclass
 class Result:
-    """The result of an exchange: the mean, and this rank's share of it.
+    """The result of an exchange: the mean, and this rank's share of it. All but ``sent`` is the same on every rank.
 
     Parameters
     ----------
@@ -44,23 +43,22 @@ class Result:
         The same bits on every rank. A function writes it to an array, so that a step can choose memory that is free by
         then. It belongs to the workspace, and so do the messages that a function reads.
     sent : array or Selection
-        This rank's share of what was delivered: the sum over ranks is ``ranks x mean``. A `Selection` is zero outside
-        its indices. ``accumulated.array()`` itself stands for everything, or for what `Accumulated.holds` says.
+        This rank's share: the sum over ranks is ``ranks x mean``. A `Selection` is zero outside its indices.
+        ``accumulated.array()`` itself stands for everything, or as `Accumulated.holds` defines.
     energy : float
-        ``norm2(accumulated)``, the squared norm, summed over ranks. The same on every rank.
+        ``norm2(accumulated)``, the squared norm, summed over ranks.
     gain : float
         ``1 - norm2(accumulated - sent) / norm2(accumulated)``, squared norms summed over ranks; 1 where there
-        was nothing to send. The same on every rank.
+        was nothing to send.
     kept : float
-        Kept elements of a rank, averaged over ranks. The same on every rank.
+        Kept elements of a rank, averaged over ranks.
     nonfinite, stale : bool
-        Whether some rank held NaN or infinity; whether some rank asked for a new agreement. The same on every rank.
+        Whether some rank held NaN or infinity; whether some rank asked for a new agreement.
     note : str
-        Text that the record appends to the reason of the plan; empty where there is nothing to say.
+        Text that the record appends to the reason of the plan.
     problem : MessageError or None
         The message that this rank, and perhaps no other, could not read; apart from ``stale`` all other fields are then
-        void. The others know of it where the exchange is stale; where they are not, it was in the
-        last message.
+        void. If the exchange is not stale, it was in the last message, and the others do not know of it.
     """
 
     mean: NDArray[np.floating] | MeanWriter
@@ -84,7 +82,7 @@ class Result:
         lost: float,
         finite: bool = True,
     ) -> "Result":
-        """Return the result of an exchange whose messages have headers, from all their flags and their sums."""
+        """Return the result of an exchange whose messages have headers, from their flags and sums."""
         nonfinite, stale = bool(flags & NONFINITE) or not finite, bool(flags & STALE)
         return cls(mean, sent, energy, gain_of(lost, energy), kept, nonfinite, stale)
 
@@ -141,11 +139,7 @@ CompressorType = TypeVar("CompressorType", bound=Compressor)
 
 
 class Scheme(ABC, Generic[CompressorType]):
-    """A collective with a compressor that fits it.
-
-    A collective is one subclass in one file. It yields rounds and does no communication itself, so it runs
-    over MPI, among ranks inside one process, or under a simulator's clock.
-    """
+    """A collective, one subclass in one file, with a compressor that fits it; it yields rounds and does no I/O."""
 
     kind: ClassVar[str] = "collective"
     id: ClassVar[str]
@@ -158,12 +152,8 @@ class Scheme(ABC, Generic[CompressorType]):
     """The kind of message that it carries, one of those of `Compressor.message`, or ``"any"``."""
     owner: ClassVar[type[Compressor]]
     """The compressor whose messages it alone carries, if ``messages`` is ``"own"``."""
-
     needs_whole_message: ClassVar[bool] = False
-    """Whether a sparse message is read as it was written; where it is cut, added to or summed, values cannot share
-    scales, as they do in a `mpicomp.Sparsifier` with ``wire="signs"``, ``"q8"``, ``"q4"`` or ``"q2"``.
-    """
-
+    """Whether a sparse message is read whole; where it is cut or summed, values cannot share scales (`SHARING`)."""
     sums_on_the_way: ClassVar[bool] = False
     """Whether several ranks sum a part one after the other: 16-bit wires are refused, which would round every time."""
     may_drop_selected: bool = False
@@ -190,7 +180,7 @@ class Scheme(ABC, Generic[CompressorType]):
 
     @classmethod
     def inner_compressor(cls, compressor: Compressor) -> Compressor | None:
-        """Return what the inner collective, the constructor's second argument, carries; None if there is none."""
+        """Return the compressor of the inner collective, the constructor's second argument; None if there is none."""
         return None
 
     @abstractmethod
@@ -211,7 +201,7 @@ class Scheme(ABC, Generic[CompressorType]):
         return sum(task.buffer_bytes(part) for task, part in parts if part is not None)
 
     def selection_memory(self, numel: int, dtype: np.dtype[Any]) -> Memory:
-        """Return the bytes of what the compressor selects, and of the candidates among which it looks."""
+        """Return the bytes of the compressor's selection, and of the candidates that it searches."""
         if self.compressor.family != "sparsifier":
             return Memory(0, 0)
         selected = self.compressor.expected(numel) * (4 + dtype.itemsize)
@@ -224,8 +214,8 @@ class Scheme(ABC, Generic[CompressorType]):
         Raises
         ------
         MessageError
-            On all ranks, where one of them could not read what it was sent: that rank takes part to the end, and says
-            so in what it sends. There the error has a cause, which says what was wrong.
+            On all ranks, where one of them could not read a message: that rank takes part to the end and sets a flag
+            in its messages. Its own error has a cause, with the reason.
         """
 
 
@@ -262,16 +252,10 @@ def check_counts(
     return found
 
 
-def count_round(group: Group) -> Round:
-    """Return the round of `gather_counts`."""
-    return Round("allgatherv", [1] * group.size, _COUNT)
-
-
 def gather_counts(collective: str, count: int, numel: int, context: Context) -> Rounds[list[int]]:
     """Return the number of elements that each rank has selected; see `check_counts`."""
-    group, ask = context.group, count_round(context.group)
-    ask.send = np.array([count], _COUNT)
-    ask.recv = context.workspace.host_array("counts", group.size, _COUNT)
+    group, recv = context.group, context.workspace.host_array("counts", context.group.size, COUNT)
+    ask = Round("allgatherv", [1] * group.size, COUNT, send=np.array([count], COUNT), recv=recv)
     return check_counts(collective, (yield ask), 0, numel, (group.rank, count))
 
 
@@ -281,25 +265,20 @@ def cause_of(error: MessageError) -> MessageError | None:
 
 
 def is_finite(mean: NDArray[np.floating], energy: float, ranks: int) -> bool:
-    """Return whether all of a mean is finite; it is looked at only where so much energy allows for anything else."""
+    """Return whether all of a mean is finite; its elements are read only where the energy allows for others."""
     return far_from_largest(energy * ranks, mean.dtype) or bool(np.isfinite(mean).all())
 
 
 def far_from_largest(energy: float, dtype: np.dtype[Any]) -> bool:
     """Return whether arrays of this squared norm stay far below the largest number of the dtype.
 
-    There is a factor of 16 between: sums of a few of them, and what rounding adds, are finite too. The squared norm of
-    a sum over ranks is at most that of all ranks' arrays, times the ranks.
+    A factor of 16 is left for sums of a few of them and for rounding. The squared norm of a sum over ranks is at most
+    that of all ranks' arrays, times the ranks.
 
     >>> far_from_largest(1e74, np.dtype(np.float32)), far_from_largest(1e75, np.dtype(np.float32))
     (True, False)
     """
-    return 16 * math.sqrt(energy) < _largest(dtype) if energy >= 0 else False
-
-
-@functools.cache
-def _largest(dtype: np.dtype[Any]) -> float:
-    return float(np.finfo(dtype).max)
+    return 16 * math.sqrt(energy) < _LARGEST[dtype] if energy >= 0 else False
 
 
 def gain_of(lost: float, energy: float) -> float:

@@ -31,10 +31,10 @@ class Ring(Scheme[Dense]):
     the last segment's is waited for, and the rank that completes a part divides it before it goes round. Each
     part is summed in ring order from another rank on, once, so all ranks hold the same bits.
 
-    Long parts travel in two halves: while one comes to the end of its step the other one is under way, so that the link
-    is not idle until the next step begins, and a rank that is late by less than a half keeps nobody waiting. They begin
-    when the first half is accumulated, and the rest is accumulated when it is added; so the numbers behind the array,
-    which are not known before that, do not travel with it but are gathered while the means go round.
+    Long parts travel in two halves: while one ends its step the other one is under way, so that the link is not idle
+    until the next step begins, and a rank that is late by less than a half makes no rank wait. They begin when the
+    first half is accumulated; the numbers behind the array, not known before the rest is, are gathered while the means
+    go round.
 
     Where the array may be overwritten, the mean is made in it, and only a part that arrives needs memory. 16-bit wires
     are refused: they would round at every step.
@@ -122,19 +122,17 @@ class Ring(Scheme[Dense]):
 
 
 def _halved(numel: int, dtype: np.dtype[Any], size: int) -> bool:
-    """Return whether parts travel in halves."""
     return size > 1 and numel * dtype.itemsize >= 2 * HALF_BYTES * size
 
 
 def _lengths(numel: int, halved: bool, size: int) -> list[tuple[int, ...]]:
-    """Return the elements of each part, or of both halves of each."""
     parts = parts_of(numel if halved else numel + TRAILER, size)
     known = {part: tuple(parts_of(part, 2)) if halved else (part,) for part in set(parts)}
     return [known[part] for part in parts]
 
 
 def _spans(numel: int, halved: bool, group: Group) -> list[tuple[slice, slice]]:
-    """Return what a rank sends and receives, exchange by exchange; it sends next what it has received."""
+    """Return the spans that a rank sends and receives, exchange by exchange; it forwards those received."""
     size, lengths = group.size, _lengths(numel, halved, group.size)
     spans = iter(slices_of([length for part in lengths for length in part]))
     pieces = [[next(spans) for _ in part] for part in lengths]
@@ -184,8 +182,8 @@ class RecursiveDoubling(Scheme[Dense]):
         # Sums are made in two arrays in turn. The one that is returned may be this rank's own, which was sent by then.
         mean = accumulated.memory_of_mean(workspace)
         other = workspace.scratch("incoming", whole, dtype)
-        beyond = group.rank >= _power_of_two(group.size)
-        last = len(tasks) - 1 - (group.size > _power_of_two(group.size))
+        core = 1 << (group.size.bit_length() - 1)
+        last = len(tasks) - 1 - (group.size > core)
         total = mine
         if not tasks:
             mean[:] = mine
@@ -193,10 +191,10 @@ class RecursiveDoubling(Scheme[Dense]):
         for place, task in enumerate(tasks):
             received = mean if total is other else other
             task.send, task.recv = total[: task.counts[0]], received[: task.counts[1]]
-            if beyond:
+            if group.rank >= core:
                 task.arrived = segments.check_finite(received, 0)
             else:
-                task.arrived = segments.add(received, received, 0, partial(_cut, total), complete=place == last)
+                task.arrived = segments.add(received, received, 0, partial(_part, total), complete=place == last)
             yield task
             if task.peers[1] is not None:
                 total = received
@@ -205,18 +203,13 @@ class RecursiveDoubling(Scheme[Dense]):
         return segments.result(mean)
 
 
-def _cut(array: NDArray[np.floating], start: int, stop: int) -> NDArray[np.floating]:
+def _part(array: NDArray[np.floating], start: int, stop: int) -> NDArray[np.floating]:
     return array[start:stop]
 
 
-def _power_of_two(size: int) -> int:
-    """Return the largest power of two that is not above a size."""
-    return 1 << (size.bit_length() - 1)
-
-
 def _peers(group: Group) -> list[tuple[int | None, int | None]]:
-    """Return whom this rank sends to and receives from in every step."""
-    core = _power_of_two(group.size)
+    """Return the ranks that this rank sends to and receives from, in every step."""
+    core = 1 << (group.size.bit_length() - 1)  # the largest power of two that is not above
     rank, beyond = group.rank, group.size - core
     if rank >= core:
         partner = rank - core
@@ -234,9 +227,7 @@ class SegmentedMean:
     """Adds and divides segments as they arrive, and notes whether they are finite; trailers are summed alone."""
 
     def __init__(self, accumulated: Accumulated, ranks: int) -> None:
-        self._accumulated = accumulated
-        self._ranks = ranks
-        self._finite: Any = True
+        self._accumulated, self._ranks, self._finite = accumulated, ranks, True  # finite is 0-d on a device
 
     def add(
         self,
@@ -261,17 +252,16 @@ class SegmentedMean:
         """Return a function that checks whether segments of ``array``, which are means already, are finite."""
 
         def arrived(start: int, stop: int) -> None:
-            values = self._values(array, offset + start, offset + stop)
+            values = array[offset + start : min(offset + stop, self._accumulated.numel)]
             # Squares of finite numbers overflow too, and are then not worth a fast answer.
-            on_host = isinstance(values, np.ndarray)
-            quick = on_host and bool(np.isfinite(kernels.energy(values)))
+            quick = isinstance(values, np.ndarray) and bool(np.isfinite(kernels.energy(values)))
             self._finite = self._finite & (quick or np.isfinite(values).all())
 
         return arrived
 
     def divide(self, array: NDArray[np.floating], start: int, stop: int) -> None:
-        """Make sums means in place, the tail left as it is."""
-        values = self._values(array, start, stop)
+        """Make sums means in place, but for the trailer."""
+        values = array[start : min(stop, self._accumulated.numel)]
         self._finite = self._finite & kernels.scale(values, 1 / self._ranks)
 
     def result(self, array: NDArray[np.floating]) -> Result:
@@ -279,6 +269,3 @@ class SegmentedMean:
         numel = self._accumulated.numel
         [finite] = to_python(self._finite)
         return Result.from_trailer(self._accumulated, array[:numel], array[numel:], self._ranks, finite)
-
-    def _values(self, array: NDArray[np.floating], start: int, stop: int) -> NDArray[np.floating]:
-        return array[start : min(stop, self._accumulated.numel)]

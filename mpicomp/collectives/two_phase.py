@@ -1,4 +1,4 @@
-"""Every rank owns a part of the array: ranks send it packed to the owner, and the mean comes back packed."""
+"""Every rank owns a part of the array: ranks send it packed to the owner, which sends its mean to all, packed."""
 
 import math
 from typing import Any, ClassVar
@@ -28,8 +28,8 @@ class TwoPhase(Scheme[Quantiser]):
     """Alltoallv of packed parts, a mean in rank order by each part's owner, Allgatherv of the means, packed once more.
 
     About twice the packed array leaves a rank, whatever the number of ranks. The first packing's error stays
-    with the sender. An owner's own share of its part enters the mean as it is, so that its residual there holds nothing
-    but what is lost the second time, times the number of ranks.
+    with the sender. An owner's own share of its part enters the mean unpacked, so that its residual there is the second
+    packing's error, times the number of ranks.
     """
 
     id: ClassVar[str] = "two-phase"
@@ -108,7 +108,7 @@ class TwoPhase(Scheme[Quantiser]):
         key: int,
         workspace: Workspace,
     ) -> float:
-        """Pack the mean of an owner's part, take the error from what it has sent, and return the energy of that.
+        """Pack the mean of an owner's part, subtract the error from its sent part, and return the lost energy.
 
         Without ``own_sent`` the residual takes the place of the part.
         """

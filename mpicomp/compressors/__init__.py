@@ -3,9 +3,8 @@
 The names here are those of base classes and of the compressors that other parts of the library use; `mpicomp` has all.
 """
 
-from mpicomp.compressors.accumulated import Accumulated
+from mpicomp.compressors.accumulated import Accumulated, Candidates
 from mpicomp.compressors.base_compressor import COMPRESSORS, Compressor, Entry
-from mpicomp.compressors.candidates import Candidates
 from mpicomp.compressors.context import Context
 from mpicomp.compressors.dense import Dense
 from mpicomp.compressors.kinds import Quantiser, SharedSparsifier, Sparsifier

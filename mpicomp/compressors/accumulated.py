@@ -1,4 +1,4 @@
-"""Gradient plus residual, summed in one sweep that may also list candidates for a selection."""
+"""Gradient plus residual, summed in one sweep that may also list candidates, which answer queries of a selection."""
 
 from bisect import bisect_right
 from collections.abc import Callable, MutableMapping, Sequence
@@ -11,13 +11,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpicomp import kernels
-from mpicomp.compressors.candidates import Candidates
+from mpicomp.compressors.wire import Selection
 from mpicomp.gpu import to_python
 from mpicomp.kernels import cpu
 from mpicomp.workspace import Workspace
 
 TRAILER = 4
 """Elements after the array in its buffer: room for flags and energies that are summed with it."""
+
+
+_WORDS: dict[np.dtype[Any], np.dtype[Any]] = {
+    np.dtype(np.float32): np.dtype(np.uint32),
+    np.dtype(np.float64): np.dtype(np.uint64),
+}
 
 
 class Piece(NamedTuple):
@@ -37,11 +43,159 @@ class Velocity:
     nesterov: bool
 
 
+class Candidates:
+    """The elements of a part of the sum from a bound on, and answers that hold for all elements of the part.
+
+    `Accumulated.list_above` makes them. Questions above the bound, a magnitude from an earlier step, are answered from
+    the list of at most ``room`` elements, others by a sweep over the array: the answers are the same. A bound of 0
+    lists nothing. ``name`` is that of the arrays in the workspace.
+    """
+
+    def __init__(
+        self, total: NDArray[np.floating], part: slice, bound: float, room: int, workspace: Workspace, name: str,
+        kernels: Any, threads: int,
+    ) -> None:  # fmt: skip
+        self.part = part
+        self.array = total[part]
+        """The part of the sum."""
+        self._total, self._workspace, self._name = total, workspace, name
+        self.kernels, self.threads = kernels, threads
+        self._word = word = _WORDS[total.dtype]
+        size = min(room, self.array.size) if bound > 0 else 0
+        self.bound: int = cpu.magnitude_bits(bound, total.dtype) if size else 0
+        """Magnitude bits (`mpicomp.kernels.cpu.magnitude_bits`) from which on elements are listed; 0 lists none."""
+        self.index = workspace.scratch(name + ".index", size, np.uint32)
+        """Positions of listed elements in the whole sum, ascending."""
+        self.bits = workspace.scratch(name + ".bits", size, word)
+        """Magnitude bits of listed elements."""
+        self.found = 0
+        """Number of elements from the bound on."""
+        self.listed = 0
+        """Number of elements in the list; 0 if not all that were found did fit."""
+        self._scratch: NDArray[Any] | None = None  # listed magnitudes, the k largest last, once k were selected
+
+    def count(self, threshold: float) -> int:
+        """Count the elements above a threshold."""
+        if self._covers(threshold):
+            tail = self.kernels.tail_statistics(self.bits[: self.listed].view(self.array.dtype), threshold)
+        else:
+            tail = self.kernels.tail_statistics(self.array, threshold, 1, self.threads)
+        [count] = to_python(tail.count)
+        return int(count)
+
+    def tail(self, threshold: float, stride: int = 1) -> cpu.TailStatistics:
+        """Count the elements above a threshold, and sum their excess, in the array: a list would round differently."""
+        return cpu.TailStatistics(
+            *to_python(*self.kernels.tail_statistics(self.array, threshold, stride, self.threads))
+        )
+
+    def top(self) -> float:
+        """Return the largest magnitude."""
+        listed = self.bits[: self.listed]
+        [bits] = to_python(listed.max() if self.listed else self.kernels.kth_magnitude(self.array, 1))
+        return cpu.magnitude_of(int(bits), self.array.dtype)
+
+    def above(self, threshold: float, expected: int, known: bool = False) -> Selection:
+        """Select the elements above a threshold; ``expected`` is their number, exact if it is ``known``."""
+        listed = self.listed if self._covers(threshold) else 0
+        selection = self._selection(listed or max(1, expected))
+        if listed:
+            indices, values = selection.indices, selection.values
+            found = self.kernels.select_listed(
+                self.index[:listed], self.bits[:listed], threshold, self._total, indices, values
+            )
+        else:
+            found = self._select_above(threshold, selection.indices, selection.values)
+        [count] = [expected] if known else to_python(found)
+        if count > selection.indices.size:
+            selection = self._selection(count)
+            self._select_above(threshold, selection.indices, selection.values)
+        return Selection(selection.indices[:count], selection.values[:count])
+
+    def largest(self, k: int) -> tuple[Selection, int]:
+        """Select the k largest, exactly; return them, ascending by index, and the smallest of their magnitude bits.
+
+        Of equal magnitudes the lower index goes first, and NaN is larger than infinity. On a device the bits are a 0-d
+        array.
+        """
+        selection, array = self._selection(k), self.array
+        if k // 4 < self.listed < k:
+            self._list_more(k)
+        listed = self.listed
+        if k <= listed:
+            self._scratch = scratch = self._workspace.scratch(self._name + ".scratch", listed, self._word)
+            bits = self.kernels.select_candidates(
+                self.index[:listed], self.bits[:listed], scratch, self._total, selection.indices, selection.values
+            )
+        else:
+            bits = self.kernels.kth_magnitude(array, k)
+            self.kernels.select_largest(array, bits, selection.indices, selection.values)
+            if self.part.start:
+                np.add(selection.indices, np.uint32(self.part.start), out=selection.indices)
+        return selection, bits
+
+    def reserve(self, k: int) -> int:
+        """Return the magnitude bits of the candidate of rank 3 k / 2, or of the last; 0 if `largest` had no list."""
+        scratch, rank = self._scratch, k + k // 2
+        if scratch is None:
+            return 0
+        listed = scratch.size
+        if isinstance(scratch, np.ndarray):  # which `largest` has left in two parts: a radix selection takes longer
+            if listed <= rank:
+                return int(scratch[: listed - k].min(initial=scratch[listed - k]))
+            if k < rank:
+                scratch[: listed - k].partition(listed - rank)
+            return int(scratch[listed - rank])
+        magnitudes = self.bits[:listed].view(self.array.dtype)
+        bits: int = self.kernels.kth_magnitude(magnitudes, min(listed, rank))
+        return bits
+
+    def bound_for_next(self, k: int, threshold: float, before: float, reserve: int) -> float:
+        """Return the bound of the next step's candidates, which is meant to list half as many again as k.
+
+        Under error feedback elements crowd below the threshold, so that no fixed fraction of it would do, and for the
+        first few hundred steps it rises. ``before`` is the threshold of the step before or 0.
+        """
+        found, listed = self.found, self.listed
+        if listed == 0 and found > k:  # too many to be stored: assume that they are spread evenly
+            bound = cpu.magnitude_of(self.bound, self.array.dtype)
+            return threshold - (threshold - bound) * 0.5 * k / (found - k)
+        if listed < k:
+            return 0.97 * threshold
+        lower = cpu.magnitude_of(reserve, self.array.dtype)
+        if listed < k + k // 2:
+            lower *= 0.98
+        return lower * (min(max(threshold / before, 0.8), 1.2) if before > 0 else 1.0)
+
+    def _list_more(self, wanted: int) -> None:
+        # With a lower bound, in a fraction of the time of a radix selection.
+        dtype = self.array.dtype
+        for factor in (0.95, 0.7):
+            bound = factor * cpu.magnitude_of(self.bound, dtype)
+            [found] = to_python(self._select_above(bound, self.index, self.bits.view(dtype)))
+            self.found, self.listed = found, found if found <= self.index.size else 0
+            self.bound = cpu.magnitude_bits(bound, dtype) + 1
+            listed = self.bits[:found]
+            np.bitwise_and(listed, cpu.mask_of(dtype), out=listed)
+            if found >= wanted:
+                return
+
+    def _covers(self, threshold: float) -> bool:
+        return self.listed > 0 and cpu.magnitude_bits(threshold, self.array.dtype) >= self.bound
+
+    def _select_above(self, threshold: float, indices: NDArray[np.uint32], values: NDArray[np.floating]) -> Any:
+        return self.kernels.select_above(self.array, threshold, self.part.start, indices, values, 0)
+
+    def _selection(self, size: int) -> Selection:
+        indices = self._workspace.array(self._name + ".indices", size, np.uint32)
+        return Selection(indices, self._workspace.array(self._name + ".values", size, self.array.dtype))
+
+
 class Accumulated:
     """The input of a compressor under error feedback: gradients, the residual, and room for their sum.
 
     The sum is computed once, by `array`, `part`, `list_above` or `fused`, whichever is called first: a compressor can
-    search for elements in the same sweep. The residual is left as it is, so that a step can be undone. So are
+    search for elements in the same sweep. The residual is not changed, so that a step can be undone, nor are
     gradients, but for those that lie in the buffer, each at its place.
 
     Parameters
@@ -88,12 +242,11 @@ class Accumulated:
         self.stale = stale
         self.threads = threads
         self.lost = 0.0
-        """Energy of what `ready` left out of the sum."""
+        """Energy that `ready` left out of the sum."""
         self.may_be_overwritten = False
         """Whether an exchange may leave the step's residual, or the mean, in place of the sum; see `overwrite`."""
         self.holds = "sum"
-        """What the memory holds now: ``"sum"``, ``"residual"`` or ``"mean"``. With a mean all was sent but
-        ``unsent``."""
+        """Content of the memory: ``"sum"``, ``"residual"`` or ``"mean"``. With a mean all was sent but ``unsent``."""
         self.unsent: tuple[int, NDArray[np.floating]] | None = None
         """Where the part begins that was not all sent, and its residual."""
         self._pieces, self._velocity = pieces, velocity
@@ -105,8 +258,7 @@ class Accumulated:
         """Whether the sum was computed."""
         self._device_moments: cpu.Moments | None = None  # as kernels return them: on a device, 0-d arrays
         self._moments: cpu.Moments | None = None
-        self._parts_numel = 0  # elements of the sum that were computed by `part`
-        self._parts_moments: cpu.Moments | None = None
+        self._parts: list[tuple[int, cpu.Moments]] = []  # elements and moments of parts that `part` has computed
 
     @classmethod
     def ready(
@@ -159,14 +311,15 @@ class Accumulated:
         A caller takes all parts, once each, before anything else: a collective that sends the first part before it
         needs the others lets the network wait for that one only.
         """
-        if not self.is_computed and self._parts_numel == 0 and not self._divisible:
+        if not self.is_computed and not self._parts and not self._divisible:
             self._compute()
         if not self.is_computed:
             moments = self._sum(start, stop)
-            self._parts_numel += stop - start
-            self._parts_moments = moments if self._parts_moments is None else self._parts_moments + moments
-            if self._parts_numel == self.numel:
-                self._device_moments, self.is_computed = self._parts_moments, True
+            if stop > start:
+                self._parts.append((stop - start, moments))
+            if sum(numel for numel, _ in self._parts) == self.numel:
+                first, *others = [moments for _, moments in self._parts]
+                self._device_moments, self.is_computed = sum(others, first), True
         return self.memory[start:stop]
 
     def list_above(self, workspace: Workspace, parts: Sequence[tuple[slice, float, int]]) -> list[Candidates]:
@@ -185,7 +338,7 @@ class Accumulated:
             self._compute(listing)
         if listing:
             for entry, found in zip(listing, self.to_host(*[entry.found for entry in listing]), strict=True):
-                entry.set_found(found)
+                entry.found, entry.listed = found, found if found <= entry.index.size else 0
         return candidates
 
     def fused(self, kernel: Callable[..., Any], gathers: bool = False) -> Any:
@@ -230,7 +383,7 @@ class Accumulated:
         Only by a power of two, as that rounds nothing (but subnormal numbers), and the mean has the same bits either
         way; and only if it `may_be_overwritten`, since nothing is left of it. Moments stay those of the sum.
         """
-        divides = self.may_be_overwritten and not self.is_computed and self._parts_numel == 0 and ranks.bit_count() == 1
+        divides = self.may_be_overwritten and not self.is_computed and not self._parts and ranks.bit_count() == 1
         self._factor = 1 / ranks if divides else 1.0
         return divides
 
@@ -264,7 +417,6 @@ class Accumulated:
 
     @property
     def _divisible(self) -> bool:
-        """Whether a part of the sum can be computed without the others, which may stay as they are."""
         if getattr(self.kernels, "GATHERS", False) or not self._pieces:
             return False
         return all(
@@ -274,11 +426,10 @@ class Accumulated:
 
     def _compute(self, listing: Sequence[Candidates] = ()) -> None:
         assert not self.is_computed, "the sum was computed before"
-        assert self._parts_numel == 0, "parts of the sum were computed before"
+        assert not self._parts, "parts of the sum were computed before"
         self._device_moments, self.is_computed = self._sum(0, self.numel, listing), True
 
     def _sum(self, start: int, stop: int, listing: Sequence[Candidates] = ()) -> cpu.Moments:
-        """Compute a part of the sum, list candidates, and return the moments of the part."""
         out, residual, kernels = self.memory[: self.numel], self.residual, self.kernels
         moments: cpu.Moments | None = None
         if not self._pieces:
@@ -309,7 +460,7 @@ class Accumulated:
         return cpu.Moments(0, 0.0, 0.0, True) if moments is None else moments
 
     def _gathered(self, out: NDArray[np.floating]) -> NDArray[np.floating]:
-        """Return the input to the sum as one flat array, in ``out`` if there are several pieces or none."""
+        # The input to the sum as one flat array, in ``out`` if there are several pieces or none.
         if not self._pieces:
             return out
         flats, scale = self._flat_pieces(), 1.0 if self._velocity is not None else self.scale
@@ -328,7 +479,7 @@ class Accumulated:
     def _flat(
         self, gradient: NDArray[Any], offset: int, start: int, stop: int, readable: Sequence[Any]
     ) -> NDArray[Any]:
-        """Return a part of a piece as a flat array; of strides or dtypes that no kernel reads, copied into the sum."""
+        # A part of a piece, copied into the sum where its strides or dtype are those of no kernel.
         if gradient.flags.c_contiguous:
             gradient = gradient.reshape(-1)[start - offset : stop - offset]
             if gradient.dtype in readable and gradient.dtype.isnative:
@@ -338,7 +489,6 @@ class Accumulated:
         return out
 
     def _scaled(self, flat: NDArray[Any], start: int, stop: int) -> NDArray[np.floating]:
-        """Return a part of the gradient with momentum and scale applied, in the memory of the sum."""
         out, velocity = self.memory[start:stop], self._velocity
         if velocity is not None:
             before, after = velocity.before[start:stop], velocity.after[start:stop]
@@ -364,7 +514,6 @@ def _cuts(start: int, stop: int, listing: Sequence[Candidates]) -> list[tuple[in
 
 
 def _copy(gradient: NDArray[np.generic], out: NDArray[np.floating]) -> None:
-    """Widen or pack a gradient into a flat array, without a temporary one."""
     contiguous = gradient.flags.c_contiguous and gradient.dtype.isnative
     if contiguous and gradient.dtype in (np.uint16, np.float16):
         kernels.widen(gradient.reshape(-1).view(np.uint16), "bf16" if gradient.dtype == np.uint16 else "fp16", out)

@@ -49,11 +49,7 @@ class BucketParameters:
 
 @dataclass(frozen=True, repr=False)
 class Compressor(metaclass=Configurable):
-    """A frozen dataclass whose fields are its parameters, each with a default.
-
-    Two compressors are equal when their configurations are. State is kept in the memory of a bucket, so one object can
-    serve many buckets.
-    """
+    """A frozen dataclass whose fields are its parameters, each with a default; its state is in a bucket's memory."""
 
     kind: ClassVar[str] = "compressor"
     id: ClassVar[str]
@@ -62,7 +58,7 @@ class Compressor(metaclass=Configurable):
     """``"dense"``, ``"sparsifier"``, ``"quantiser"`` ..."""
     message: ClassVar[str]
     """Kind of message: ``"sparse"`` (some elements), ``"packed"`` (all, in few bits), ``"dense"`` (an array that ranks
-    can sum) or ``"own"`` (what only its own collective carries).
+    can sum) or ``"own"`` (carried by its own collective alone).
     """
     shares_positions: ClassVar[bool] = False
     """Whether the elements of sparse messages are the same on all ranks: their values are summed as a short array."""
@@ -103,11 +99,10 @@ class Compressor(metaclass=Configurable):
         """Whether the message is unbiased: exact in expectation over its random choices."""
         return False
 
-    @property
-    def can_fall_back_to_dense(self) -> bool:
-        """Whether a dense step may replace it: it delivers means of gradients, learns nothing and keeps no momentum."""
-        return True
-
+    can_fall_back_to_dense = True
+    """Whether a dense step may replace it: it delivers means of gradients, learns nothing and keeps no momentum."""
+    by_magnitude = True
+    """Whether it selects the largest elements, at least nearly."""
     gpu_sources: ClassVar[Sequence[str]] = ()
     """Sources of ``mpicomp.kernels.gpu`` that its exchanges need, to be compiled at a time; others are when needed."""
 
@@ -115,11 +110,6 @@ class Compressor(metaclass=Configurable):
     def selects_by_ratio(self) -> bool:
         """Whether a parameter ``ratio`` sets the number of selected elements, so that policies may choose it."""
         return self.message == "sparse" and any(entry.name == "ratio" for entry in fields(self))
-
-    @property
-    def by_magnitude(self) -> bool:
-        """Whether it selects the largest elements, at least nearly."""
-        return True
 
     @classmethod
     def suggested(cls, normalises: bool = True) -> "Sequence[Compressor]":
@@ -146,13 +136,13 @@ class Compressor(metaclass=Configurable):
     ) -> Self:
         """Return the compressor for a bucket of these parameters: itself, unless `bind_to` is overridden.
 
-        ``model`` has the sizes of all parameters of the model, by default those of the bucket. ``warm_up=False`` skips
-        what the compressor does differently in its first steps.
+        ``model`` has the sizes of all parameters of the model, by default those of the bucket. ``warm_up=False`` makes
+        first steps like all others.
         """
         return self.bind_to(BucketParameters(names, sizes, shapes or [(size,) for size in sizes], model, warm_up))
 
     def bind_to(self, bucket: BucketParameters) -> Self:
-        """Return the compressor for a bucket; what depends on the bucket goes into fields made by `bound`."""
+        """Return the compressor for a bucket, whose own values are in fields made by `bound`."""
         return self
 
     def expected(self, numel: int) -> int:

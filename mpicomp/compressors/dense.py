@@ -20,9 +20,8 @@ class Dense(Compressor):
     Parameters
     ----------
     wire : {None, "fp16", "bf16"}
-        None sends 32-bit numbers (64 for float64 gradients). The 16-bit forms are rounded at the sender, summed in
-        at least float32 by the owner of each part, and rounded once more; both errors go to the
-        residuals, so they run with error feedback.
+        None sends 32-bit numbers (64 for float64 gradients). The 16-bit forms are rounded at the sender, summed in at
+        least float32 by the owner of each part, and rounded once more; both errors stay in residuals.
 
     Examples
     --------
@@ -33,7 +32,7 @@ class Dense(Compressor):
     id: ClassVar[str] = "dense"
     family: ClassVar[str] = "dense"
     message: ClassVar[str] = "dense"
-    paper: ClassVar[str] = "none: what the others are measured against"
+    paper: ClassVar[str] = "none: the baseline of all others"
 
     wire: str | None = None
 

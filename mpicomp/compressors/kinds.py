@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from mpicomp.compressors.accumulated import Accumulated
 from mpicomp.compressors.base_compressor import Compressor, bound, num_kept
 from mpicomp.compressors.context import Context
-from mpicomp.compressors.wire import INDICES, VALUES, Selection, Wire, compact, value_bytes
+from mpicomp.compressors.wire import INDICES, VALUES, Selection, Wire, compact, sparse_bytes, value_bytes
 from mpicomp.errors import MessageError
 from mpicomp.kernels import sizes
 from mpicomp.setting_checks import check_choice, check_ratio
@@ -38,7 +38,7 @@ class UncountedSelection(Selection):
 
 @dataclass(frozen=True, repr=False)
 class Sparsifier(Compressor):
-    """A compressor that sends some elements as they are and keeps the others in the residual.
+    """A compressor that sends some elements and keeps the others in the residual.
 
     To add one: derive from it and implement `select` and, where the number of selected elements depends on the
     array's length alone, `count`; register it with `mpicomp.register`. A field ``ratio`` is checked here.
@@ -48,15 +48,15 @@ class Sparsifier(Compressor):
     wire : {None, "fp16", "bf16", "q8", "q4", "q2", "signs"}
         Format of values; rounding errors stay in the residual. ``"q8"``, ``"q4"`` and ``"q2"`` take a sign and 7, 3 or
         1 bits of magnitude a value, and two scales for every 256; ``"signs"`` takes a bit a value and one mean
-        magnitude for the message. These need a collective that delivers messages as they are.
+        magnitude for the message. These need a collective that delivers whole messages.
     indices : {"auto", "plain", "elias-fano"}
         Format of indices: 32-bit integers, a code near their entropy, or the choice of `wire.compact`.
 
     Notes
     -----
     Selected values in few bits are from Qsparse-local-SGD, Basu et al. 2019, arXiv 1906.02367, and SparseLoCo, Sarfi et
-    al. 2025, arXiv 2508.15706. Levels here are symmetric and spaced like squares: dense just above the threshold, where
-    most values are, see `mpicomp.kernels.cpu.quadratic_levels`. No block of values loses more energy than it has.
+    al. 2025, arXiv 2508.15706. Levels here are symmetric and spaced like squares, see
+    `mpicomp.kernels.cpu.quadratic_levels`. No block of values loses more energy than it has.
     """
 
     family: ClassVar[str] = "sparsifier"
@@ -84,6 +84,10 @@ class Sparsifier(Compressor):
         """Return the storage format for ``count`` elements of ``numel``, the same on all ranks: only shapes decide."""
         return Wire(self.wire, compact(count, numel) if self.indices == "auto" else self.indices)
 
+    def message_bytes(self, count: int, numel: int, dtype: np.dtype[Any]) -> int:
+        """Return the length of a message with ``count`` elements of ``numel``."""
+        return sparse_bytes(count, numel, dtype, self.wire_for(count, numel))
+
     def wire_bytes_per_element(self, itemsize: int) -> float:
         numel = 1 << 20
         count = self.expected(numel)
@@ -109,7 +113,7 @@ class Sparsifier(Compressor):
         """
 
     def select_uncounted(self, accumulated: Accumulated, context: Context) -> UncountedSelection | None:
-        """Do what `select` does, but leave the number of elements on the device; None where it cannot."""
+        """Select, with the number of elements left on the device; None where that is impossible."""
         return None
 
 
@@ -240,7 +244,7 @@ class Quantiser(Compressor):
         """Write the packed values to an array of the same length and dtype; refuse messages by `check_length`."""
 
     def pack_in_place(self, accumulated: Accumulated, place: slice, message: Bytes, key: int) -> float:
-        """Compute a part of a sum, pack it as `pack` does, and leave in its place what the message lacks of it."""
+        """Compute a part of a sum, pack it as `pack` does, and leave its error in its place."""
         raise NotImplementedError(f"{self.id}: does not pack in place")
 
     @abstractmethod
@@ -248,12 +252,12 @@ class Quantiser(Compressor):
         """Add ``factor`` times the packed values to an array of the same length and dtype."""
 
     def unpack_add_all(self, messages: Bytes, place: slice, factor: float, out: Floats) -> None:
-        """Do with the bytes ``place`` of each row of ``messages``, in order, what `unpack_add` does with a message."""
+        """Add ``factor`` times the values packed in the bytes ``place`` of each row of ``messages``, in order."""
         for message in messages:
             self.unpack_add(message[place], factor, out)
 
     def unpack_sum(self, messages: Bytes, place: slice, factor: float, out: Floats) -> None:
-        """Do what `unpack_add_all` does with an array of zeros, which ``out`` need not be."""
+        """Write the sum of `unpack_add_all`."""
         out.fill(0)
         self.unpack_add_all(messages, place, factor, out)
 
@@ -269,6 +273,7 @@ class Packer:
             self._parts.append((quantiser, slice(start, stop), slice(self.packed_bytes, end)))
             start, self.packed_bytes = stop, end
         self.numel = start
+        self.packs_in_place = all(quantiser.packs_in_place for _, quantiser in parts)
 
     @functools.cached_property
     def pieces(self) -> "list[tuple[slice, slice, int, Packer]]":
@@ -290,11 +295,6 @@ class Packer:
         for number, (quantiser, part, packed) in enumerate(self._parts):
             lost.append(quantiser.pack(array[part], message[packed], sent[part], key + number & LARGEST_KEY))
         return sum_numbers(lost)
-
-    @property
-    def packs_in_place(self) -> bool:
-        """Whether all of its quantisers do."""
-        return all(quantiser.packs_in_place for quantiser, _, _ in self._parts)
 
     def pack_in_place(self, accumulated: Accumulated, start: int, message: Bytes, key: int) -> float:
         """Pack the piece of a sum that begins at ``start`` as `Quantiser.pack_in_place` does."""
@@ -321,13 +321,11 @@ class Packer:
 
 
 def _cut(quantiser: Quantiser, size: int) -> list[tuple[int, Quantiser]]:
-    """Return the parts of a long piece that share no grid."""
     grid = getattr(quantiser, "bucket", None) or getattr(quantiser, "block", None)
-    if grid is None or PIECE_NUMEL % grid:
+    if grid is None or PIECE_NUMEL % grid:  # a grid reaches across
         return [(size, quantiser)]
-    return [(PIECE_NUMEL, quantiser)] * (size // PIECE_NUMEL) + (
-        [(size % PIECE_NUMEL, quantiser)] if size % PIECE_NUMEL or not size else []
-    )
+    whole, rest = divmod(size, PIECE_NUMEL)
+    return [(PIECE_NUMEL, quantiser)] * whole + [(rest, quantiser)] * (rest > 0 or not size)
 
 
 def sum_numbers(numbers: list[float]) -> float:

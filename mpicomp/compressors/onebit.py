@@ -43,15 +43,14 @@ class OneBit(Quantiser):
         Elements that share a magnitude, a multiple of 64; at 1024 the magnitudes add 3 % to the bytes. None is
         EF-SignSGD: one magnitude for each layer.
     bits : int
-        From 1 to 4: each further bit is the sign of what the bits before it leave, with magnitudes of its own. Two bits
-        leave less than half of the energy that one does.
+        From 1 to 4: each further bit is the sign of the error of those before, with magnitudes of its own. Two bits
+        lose less than half of the energy that one does.
 
     Notes
     -----
-    For each bit the message has words of 64 signs, followed by the magnitudes as float32, padded to 8 bytes.
-
-    A zero travels as the magnitude of its block, by its sign bit; a block of zeros stays zeros. A magnitude of float64
-    elements beyond float32 travels as the largest float32; the rest waits in the residual.
+    For each bit the message has words of 64 signs, followed by the magnitudes as float32, padded to 8 bytes. A zero
+    travels as the magnitude of its block, by its sign bit; a block of zeros stays zeros. A magnitude beyond float32
+    travels as the largest float32; the rest waits in the residual.
 
     With ``block=None`` a layer has a magnitude in every rank's part of a bucket, in two phases. The lost energy of n
     elements is ``norm2(x) - norm1(x)**2 / n``: where few elements are large it contracts slowly. The paper applies the
@@ -138,14 +137,14 @@ class OneBit(Quantiser):
         return self.block or max(1, -(-numel // SIGNS)) * SIGNS
 
     def _planes_to_fill(self, message: Bytes, numel: int) -> list[tuple[NDArray[np.uint64], NDArray[np.float32]]]:
-        """Return the planes of a message, whose padding becomes zero."""
+        # Their padding becomes zero.
         self.check_length(message, numel)
         for end in range(message.size, 0, -message.size // self.bits or -1):
             message[end - 8 : end] = 0
         return self._planes(message, 0, numel)
 
     def _planes(self, messages: Bytes, start: int, numel: int) -> list[tuple[NDArray[np.uint64], NDArray[np.float32]]]:
-        """Return, for each bit, the words of signs and the magnitudes of a message, or of each row of messages."""
+        # For each bit the words of signs and the magnitudes, of a message or of each row of messages.
         count, blocks = -(-numel // SIGNS), -(-numel // self._block_of(numel))
         size, words, scales = self.packed_bytes(numel) // self.bits, messages.view(np.uint64), messages.view(np.float32)
         planes = []
@@ -161,7 +160,7 @@ _SIGNS_OF_ARRAY = OneBit(block=None)
 @register
 @dataclass(frozen=True, repr=False)
 class SignSGD(Quantiser):
-    """signSGD with majority vote (arXiv 1810.05291): each rank votes with its signs, the sign that wins is delivered.
+    """signSGD with majority vote (arXiv 1810.05291): each rank votes with its signs, the winning sign is delivered.
 
     ::
 
@@ -220,6 +219,5 @@ class SignSGD(Quantiser):
         _SIGNS_OF_ARRAY.unpack_add(message, factor * self.scale, out)
 
     def unpack_sum(self, messages: Bytes, place: slice, factor: float, out: Floats) -> None:
-        """Write what the majority of messages has, ``scale`` or ``-scale``."""
         _SIGNS_OF_ARRAY.unpack_sum(messages, place, 1.0, out)
         np.copysign(out.dtype.type(self.scale), out, out=out)

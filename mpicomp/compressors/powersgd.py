@@ -151,8 +151,7 @@ class PowerSGD(Compressor):
       all ranks, and the residual is the error of the projection.
     - Factors are made orthonormal by a QR decomposition in float64, which accepts rank-deficient and zero matrices.
 
-    Every rank multiplies the sums with NumPy's library: the mean is the same bits on every rank if they all have the
-    same library on the same kind of processor.
+    The mean has the same bits on every rank if all have the same BLAS on the same kind of processor.
     """
 
     id: ClassVar[str] = "powersgd"
@@ -206,16 +205,12 @@ class PowerSGD(Compressor):
                 most = self.rows or rows
                 for first in range(0, rows, most):
                     height = min(most, rows - first)
-                    if rank := self._rank_within(name, height, columns):
+                    rank = min(self.rank_of(name), height, columns)
+                    values = (height + columns) * rank * self.iterations  # sent in place of the matrix
+                    if values * self.min_compression_rate < height * columns:
                         found.append(Matrix(start + first * columns, height, columns, rank))
             start += size
         return replace(self, start_step=self.start_step if bucket.warm_up else 0, matrices=tuple(found))
-
-    def _rank_within(self, name: str, rows: int, columns: int) -> int:
-        """Return the rank of a matrix; 0 if it travels dense."""
-        rank = min(self.rank_of(name), rows, columns)
-        saves = (rows + columns) * rank * self.iterations * self.min_compression_rate < rows * columns
-        return rank if saves else 0
 
     def rank_of(self, name: str) -> int:
         """Return the rank asked for a parameter of this name, whatever its shape."""

@@ -94,7 +94,7 @@ class Grid(Quantiser):
 
     @abstractmethod
     def _contracts(self, bits: int) -> bool:
-        """Return whether the expected lost energy at these bits is less than all."""
+        pass  # whether the expected lost energy at these bits is less than all
 
     @property
     def unbiased(self) -> bool:
@@ -141,7 +141,7 @@ class Grid(Quantiser):
 
     @abstractmethod
     def _pack(self, array: Floats, bucket: int, grids: Grids, words: Words, sent: Floats, key: int | None) -> float:
-        """Choose the grids, and pack; see `Quantiser.pack`. Without a key, round to the nearest."""
+        pass  # as `Quantiser.pack`; without a key to the nearest
 
     def unpack(self, message: Bytes, out: Floats) -> None:
         words, grids = self._parts(message, out.size)
@@ -187,20 +187,17 @@ class QSGD(Grid):
 
     Notes
     -----
-    Different from the paper: norms of buckets, by default the largest magnitude in place of the L2 norm, and
-    b bits for every element in place of an Elias code, which has no fixed length. At 4 bits, 15 of 16 codes are used.
+    Different from the paper: norms of buckets, by default the largest magnitude, and b bits for every element in place
+    of an Elias code, which has no fixed length.
 
     Stochastic rounding has, in a bucket of n elements with norm w, an expected error of ``p * (1 - p)`` squared steps
     an element, p being its place between two points: at most ``n * (w / s)**2 / 4`` in all, and in the L2 form also
     within the paper's ``min(n / s**2, sqrt(n) / s) * norm2(v)``. Rounding to the nearest point never loses more. The
-    energy of the bucket is at least ``w**2`` with either norm, so error feedback contracts below ``n = 4 * s**2``.
+    energy of the bucket is at least ``w**2`` with either norm, so error feedback contracts below ``n = 4 * s**2``. In
+    longer buckets the L2 form does not contract. With the largest magnitude and ``"nearest"`` any bucket contracts: the
+    largest element is sent, and no error is larger than its element.
 
-    In longer buckets the L2 form does not contract: at random, the error of n equal elements is some ``sqrt(n) / s``
-    times their energy; to the nearest point they are never sent. With the largest magnitude and ``"nearest"`` any
-    bucket contracts: the largest element is sent, and no error is larger than its element.
-
-    The step travels as a float32, a place on the grid has 23 fractional bits, and norms of float64 elements beyond
-    float32 are clipped to nearly its largest number.
+    The step travels as a float32, a place on the grid has 23 fractional bits, and norms beyond float32 are clipped.
     """
 
     gpu_sources: ClassVar[Sequence[str]] = ("accumulate", "grid", "message")
@@ -290,10 +287,9 @@ class Uniform(Grid):
 
     Notes
     -----
-    A bucket of n elements over a range R, in ``L = 2**bits - 1`` steps, loses at most ``n * (R / L)**2 / 4``: to the
-    nearest point in any case, at random in expectation. Its energy is at least that of its two ends: ``R**2 / 2`` if
-    they lie on both sides of zero, else more. So error feedback contracts below ``n = 2 * L**2``: 3 bits for buckets of
-    64, 4 for those of 256. With fewer bits feedback is refused.
+    A bucket of n elements over a range R, in ``L = 2**bits - 1`` steps, loses at most ``n * (R / L)**2 / 4``, and its
+    energy is at least ``R**2 / 2``. So error feedback contracts below ``n = 2 * L**2``: 3 bits for buckets of 64, 4 for
+    those of 256. With fewer bits feedback is refused.
 
     Zero is rarely a point of the grid and is then not kept: not for gradients that are mostly zero. Bases and steps
     travel as float32; a range that float32 cannot hold ends early, and error feedback sends the rest.

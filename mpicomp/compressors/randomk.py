@@ -15,7 +15,7 @@ from mpicomp.errors import ConfigurationError
 from mpicomp.registry import register
 from mpicomp.setting_checks import check_choice
 
-_CHUNK_STRATA = 1 << 16  # strata that are drawn at once: what they need stays in the cache
+_CHUNK_STRATA = 1 << 16  # strata that are drawn at once, in the cache
 
 
 @dataclass(frozen=True, repr=False)
@@ -73,8 +73,7 @@ class RandomK(_Random):
 
     Notes
     -----
-    Different from the usual random-k: one position of each of k parts in place of a permutation. An element is sent
-    with probability one over the length of its part, k / numel as nearly as integers allow.
+    Different from the usual random-k: one position of each of k parts in place of a permutation.
     """
 
     id: ClassVar[str] = "randomk"
@@ -139,12 +138,10 @@ class BlockRandomK(_Random):
 
     Parameters
     ----------
-    ratio : float
-        Kept fraction in (0, 1]; k is the nearest integer to ``ratio * numel``, at least 1.
+    ratio, wire
+        See `RandomK`.
     scaled : bool
         Whether values are multiplied by ``numel / k``: unbiased, and without error feedback. Not with ``wire="q8"``.
-    wire
-        See `SharedSparsifier`.
 
     Notes
     -----

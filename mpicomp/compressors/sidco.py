@@ -15,6 +15,7 @@ from mpicomp.compressors.thresholds import Estimator, Search, max_sent
 from mpicomp.compressors.topk import bounds_for, scratch_for
 from mpicomp.compressors.wire import Selection
 from mpicomp.errors import ConfigurationError
+from mpicomp.gpu import to_python
 from mpicomp.kernels import cpu
 from mpicomp.registry import register
 from mpicomp.setting_checks import check_choice, check_flag
@@ -57,7 +58,7 @@ class SIDCo(Estimator):
         False is the paper's estimator, to compare with, but for the exact quantile, and the exact top-k of few
         elements and of failed estimates.
     published : bool
-        Whether every estimate is used as it is, even if it selects nothing or far too much. `as_published` sets it.
+        Whether every estimate is used, even if it selects nothing or far too much. `as_published` sets it.
 
     Notes
     -----
@@ -105,10 +106,9 @@ class SIDCo(Estimator):
         return Selection(found.indices[:count], found.values[:count])
 
     def select_uncounted(self, accumulated: Accumulated, context: Context) -> UncountedSelection | None:
-        return self._fused(accumulated, context) if self.wire is None else None
+        return None if self.wire is not None else self._fused(accumulated, context)
 
     def _fused(self, accumulated: Accumulated, context: Context) -> UncountedSelection | None:
-        """Sum, estimate and select in one kernel, where there is one."""
         if not self.corrections or accumulated.is_computed or not hasattr(accumulated.kernels, "sidco"):
             return None
         memory, workspace = context.memory, context.workspace
@@ -145,12 +145,15 @@ class SIDCo(Estimator):
         return threshold
 
     def _estimate(self, search: Search, stages: int) -> tuple[float, float]:
-        """Return the threshold, and the number of elements that the stages select without corrections, over k."""
+        # The threshold, and the number of elements that the stages select without corrections, over k.
         moments, candidates, corrects = search.accumulated.moments, search.candidates, self.corrections
         stride = max(1, search.numel // _SAMPLE_NUMEL) if corrects else 1
-        wanted = search.k * _seen(search.numel, stride) / search.numel
+        whole, rest = divmod(search.numel, 1024 * stride)  # of which the first 1024 are read
+        wanted = search.k * (whole * 1024 + min(rest, 1024)) / search.numel
         fitted = moments if corrects else moments._replace(nonzero=search.numel)  # the paper fits zeros too
-        logarithms = candidates.logarithms(stride) if self.distribution == "gamma" else None
+        logarithms = None
+        if self.distribution == "gamma":
+            logarithms = tuple(to_python(*candidates.kernels.logarithms(candidates.array, stride, candidates.threads)))
         share = search.k / fitted.nonzero
         later = stages - 1 if share < _FIRST_SHARE else 0
         threshold = whole_threshold(self.distribution, fitted, logarithms, _FIRST_SHARE if later else share)
@@ -183,14 +186,8 @@ def _start(ratio: float) -> int:
     return 1 if ratio >= _FIRST_SHARE else 2 if ratio >= 0.05 else 3
 
 
-def _seen(numel: int, stride: int) -> int:
-    """Return the number of elements in every ``stride``-th group of 1024."""
-    whole, rest = divmod(numel, 1024 * stride)
-    return whole * 1024 + min(rest, 1024)
-
-
 def _adapt(memory: dict[str, Any], reached: float, ratio: float, climbs: bool = True) -> None:
-    """Change the number of stages, every few steps, if the mean of ``reached`` (selected / k) is too far from 1."""
+    # Every few steps, if the mean of ``reached`` (selected / k) is too far from 1.
     memory["sidco.sum"] = memory.get("sidco.sum", 0.0) + reached
     memory["sidco.steps"] = memory.get("sidco.steps", 0) + 1
     if memory["sidco.steps"] < _ADAPT_STEPS:

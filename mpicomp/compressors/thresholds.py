@@ -28,7 +28,7 @@ _MANY_LISTED = 3  # candidates, as a multiple of those sent, from which on the g
 _FIRST_GAP = 0.1  # share of the threshold; it adapts, since elements crowd below the threshold under error feedback
 _MIN_GAP, _MAX_GAP = 1e-6, 0.5
 _MAX_FACTOR = 4  # times k: more elements than that and _SLACK are never sent
-_SLACK = 1024  # elements: sending so many too many costs nothing
+_SLACK = 1024  # elements beyond k that cost nothing
 _MAX_FORESEEN = 8  # thresholds that are counted in one sweep
 
 
@@ -214,7 +214,7 @@ class GaussianK(Estimator):
 
 
 _MIN_INTERVAL = 0.2  # width of the interval at which the binary search ends
-_HALVES = (0.5, 0.25, 0.75, 0.125, 0.375, 0.625, 0.875)  # places that the binary search can come to
+_HALVES = (0.5, 0.25, 0.75, 0.125, 0.375, 0.625, 0.875)  # places that the binary search can try
 _TRIMS = (0.8, 0.6, 0.4, 0.2, 0.0)  # places of the thresholds tried by trimming, from the mean (0) to the largest (1)
 
 
@@ -233,13 +233,13 @@ class RedSync(Estimator):
     ----------
     search : {"binary", "trimmed"}
         ``"binary"`` halves the interval of t, first [0, 1], until it is shorter than 0.2, and takes the last t. It ends
-        sooner if more than k and fewer than 2 k elements exceed the threshold; with fewer than k / 2 it goes on below,
+        sooner if more than k and fewer than 2 k elements exceed the threshold; with fewer than k / 2 it searches below,
         otherwise above. ``"trimmed"`` takes the first t of 0.8, 0.6 ... 0 above which there are k elements.
 
     Notes
     -----
     Different from the paper's system: the threshold is found at every step, the search does not depend on a layer's
-    size, and values travel as they are, not as one mean. Different from published code: `Estimator` bounds the number
+    size, and every value travels, not one mean. Different from published code: `Estimator` bounds the number
     of sent elements.
     """
 
@@ -323,7 +323,6 @@ class MSTopK(Sparsifier):
         return search.exactly(k) if selection is None else selection
 
     def _bracketed(self, search: Search, context: Context) -> Selection | None:
-        """Return the selection that bisection finds; None if it finds none."""
         mean, top, k = search.mean, search.top(), search.k
         if not 0 <= mean < top:
             return None
@@ -360,7 +359,7 @@ class MSTopK(Sparsifier):
 
 
 def _run(pool: Selection, lower: float, upper: float, k: int, context: Context) -> Selection:
-    """Select all elements above the upper threshold, and a run of those between the two to make it k."""
+    # All elements above the upper threshold, and a run of those between the two to make it k.
     number = pool.values.dtype.type
     magnitudes = context.workspace.array("mstopk.magnitudes", pool.values.size, pool.values.dtype)
     np.abs(pool.values, out=magnitudes)
@@ -487,7 +486,6 @@ class DGC(Sparsifier):
         return search.largest() if count > search.k else search.above(threshold)
 
     def _estimate(self, accumulated: Accumulated, stride: int, ratio: float, context: Context) -> float:
-        """Return the smallest of a sample's largest magnitudes."""
         start = int(context.random(shared=False).integers(stride))
         sample = accumulated.array()[start::stride]
         magnitudes = context.workspace.array("dgc.sample", sample.size, sample.dtype)
@@ -497,7 +495,7 @@ class DGC(Sparsifier):
 
 
 _ASSUMED_SHARE = 0.01  # assumed kept fraction of a fixed threshold before the first step
-_MIN_SPARE_LISTED = 1024  # elements that can be listed beyond twice what the step before had
+_MIN_SPARE_LISTED = 1024  # elements that can be listed beyond twice those of the step before
 
 
 @register

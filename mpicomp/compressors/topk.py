@@ -95,7 +95,7 @@ class TopK(Sparsifier):
         return largest_of_parts(accumulated, context, parts)
 
     def _parts(self, numel: int) -> Sequence[tuple[int, int]]:
-        """Return elements and k of every selection in its bucket, or in any array of another length."""
+        # Elements and k of every selection in its bucket, or in any array of another length.
         is_bound = bool(self.parts) and sum(size for size, _ in self.parts) == numel
         return self.parts if is_bound else [(numel, num_kept(self.ratio, numel))]
 
@@ -103,8 +103,7 @@ class TopK(Sparsifier):
 def largest_of_parts(accumulated: Accumulated, context: Context, parts: Sequence[tuple[int, int, int]]) -> Selection:
     """Select the k largest elements of each part of a bucket, exactly; valid until the next call for the same bucket.
 
-    Parts are (start, stop, k): ascending, disjoint, none empty. The memory keeps what bounds the next step's
-    candidates.
+    Parts are (start, stop, k): ascending, disjoint, none empty. The memory keeps bounds of the next step's candidates.
     """
     whole = len(parts) == 1 and parts[0][1] - parts[0][0] == accumulated.numel
     kernels = accumulated.kernels
@@ -162,7 +161,6 @@ def bounds_for(accumulated: Accumulated, context: Context, name: str) -> tuple[A
 
 
 def _fused(accumulated: Accumulated, context: Context, k: int) -> Selection:
-    """Sum and select in one kernel, of which the host reads no number."""
     topk = accumulated.kernels.topk
     scratch, (bound, following) = scratch_for(accumulated, context, k), bounds_for(accumulated, context, "topk.bound")
     indices = context.workspace.array("topk.indices", k, np.uint32)

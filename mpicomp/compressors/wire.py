@@ -1,16 +1,16 @@
-"""Messages on the wire, sparse and dense: what writes one stands next to what reads it.
+"""Messages on the wire, sparse and dense, written and read.
 
 ======  =====  ===========================================================================================
 offset  bytes  sparse message: some elements and their indices
 ======  =====  ===========================================================================================
 0       1      version, 2
-1       1      flags: 1 non-finite, 2 stale (see `mpicomp.reducer`), 4 damaged: the sender could not read what it was
-               sent, and only the flags of this message count
+1       1      flags: 1 non-finite, 2 stale (see `mpicomp.reducer`), 4 damaged: the sender could not read a message,
+               and only the flags of this one count
 2       1      values: 1 float32, 2 float64, 3 fp16, 4 bf16, 5 signs, 6 q8, 7 q4, 8 q2
 3       1      indices: 1 plain, 2 elias-fano
 4       4      count c, unsigned
 8       8      energy: squared L2 norm of the sender's whole accumulated gradient
-16      8      lost: energy of what is not sent, and of what rounding takes away from what is
+16      8      lost: energy of unsent elements, and of the rounding of sent ones
 24      c x v  values, of v = 4, 8, 2 or 2 bytes; padded to 8 bytes. Of signs, where there are values: a bit each, in
                words of 8 bytes, set where one is negative; then their mean magnitude, float32, padded to 8 bytes as
                well. Of q8, q4 and q2: codes of 8, 4 or 2 bits, from the lowest bits of bytes on, padded to 8 bytes;
@@ -166,11 +166,11 @@ def write_sparse(
 ) -> float:  # fmt: skip
     """Fill a message of `sparse_bytes`, aligned to 8, and return the energy lost by rounding.
 
-    If values are stored in fewer bits, ``selection.values`` receives what receivers decode, so that the rounding error
+    If values are stored in fewer bits, ``selection.values`` receives the decoded numbers, so that the rounding error
     stays in the residual: it must not share memory with the accumulated array. ``energy`` and ``kept`` are the squared
     L2 norms of that array and of the selected values before the call; of values in full ``kept`` may be these values,
-    whose norm is then computed with the header. ``finite=False`` sets `NONFINITE`. Wrong indices raise nothing here, on
-    one rank: `read_sparse` refuses them on all.
+    whose norm is then computed with the header. ``finite=False`` sets `NONFINITE`. Wrong indices raise nothing here:
+    `read_sparse` refuses them on all ranks.
     """
     indices, values = selection.indices, selection.values
     if values.size != indices.size:
@@ -361,7 +361,7 @@ def read_dense(message: NDArray[np.uint8], stored: str | None, out: NDArray[np.f
 
 
 def add_dense(message: NDArray[np.uint8], stored: str | None, out: NDArray[np.floating]) -> None:
-    """Add a dense message's numbers to an array; infinity and NaN come out as they do."""
+    """Add a dense message's numbers to an array, infinity and NaN among them."""
     if stored is None:
         with np.errstate(over="ignore", invalid="ignore"):
             np.add(out, _view(message, HEADER_BYTES, out.size, out.dtype), out=out)
@@ -370,7 +370,6 @@ def add_dense(message: NDArray[np.uint8], stored: str | None, out: NDArray[np.fl
 
 
 def _read_fields(message: NDArray[np.uint8], version: int) -> tuple[int, int, int, float, float]:
-    """Return the fields of a header but for its version."""
     if message.size < HEADER_BYTES:
         raise MessageError(f"message: at least {HEADER_BYTES} bytes are needed, got {message.size}")
     found, flags, layout, elements, energy, lost = _HEADER.unpack_from(received_on_host(message[:HEADER_BYTES]).data)

@@ -217,12 +217,6 @@ def test_damaged_message_is_one_error_on_all_ranks(layout, compressor, collectiv
     check(layout, compressor, collective, rank, of_interest, damages)
 
 
-@pytest.mark.parametrize(("compressor", "collective"), once(pair for pair in PAIRS if not headed(*pair)), ids=str)
-def test_headerless_collective_sends_no_header(compressor, collective):
-    _, rounds = step_of(begun(ONE_HOST, compressor, collective), gradients(3, 2), 0)
-    assert collective in BARE or not any(map(has_header, rounds))
-
-
 def test_damaged_pieces_that_are_shared_out_are_an_error():
     """One owner has nearly everything, so that it gives parts of it away: another round with messages of its own."""
     rngs = [np.random.default_rng(rank) for rank in range(3)]

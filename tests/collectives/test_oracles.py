@@ -112,11 +112,13 @@ OVER_MPI = [
     (mpicomp.OneBit(), "packed-allgather"),
     (mpicomp.TernGrad(), "packed-allgather"),
     (mpicomp.GlobalRandKMaxNorm(), "two-phase"),
+    (mpicomp.SignSGD(), "packed-allgather"),
+    (mpicomp.PowerSGD(rank=2, iterations=2), "low-rank:scatter-reduce"),
 ]
 
 
 def gradient(rank, step):
-    return {"w": np.random.default_rng([rank, step]).laplace(size=20_000).astype(np.float32)}
+    return {"w": np.random.default_rng([rank, step]).laplace(size=(100, 200)).astype(np.float32)}
 
 
 @pytest.mark.mpi

@@ -174,15 +174,6 @@ def test_message_bytes_are_those_of_the_table():
         assert out.tobytes() == expected
 
 
-def test_message_padding_is_written():
-    for wire in WIRES:
-        size = sparse_bytes(5, NUMEL, np.dtype(np.float32), wire)
-        first, second = np.zeros(size, np.uint8), np.full(size, 0xFF, np.uint8)
-        for out in (first, second):
-            write_sparse(out, selection_of(5, np.float32), NUMEL, wire, 0, 1.0, 1.0)
-        np.testing.assert_array_equal(first, second)
-
-
 @pytest.mark.parametrize("indices", ["plain", "elias-fano"])
 @pytest.mark.parametrize(("place", "index"), [(2, NUMEL), (2, 2**32 - 1), (1, 0), (0, NUMEL - 1)])
 def test_message_with_wrong_indices_is_refused(indices, place, index):
@@ -215,13 +206,6 @@ def test_message_with_a_corrupted_header_is_refused(place, value, text):
     out[place] = value
     with pytest.raises(MessageError, match=text):
         read(out)
-
-
-def test_message_of_doubles_where_singles_belong_is_refused():
-    with pytest.raises(MessageError, match="values must be float32"):
-        read(message(3, np.float64)[0], np.float32)
-    with pytest.raises(MessageError, match="values must be float64"):
-        read(message(3, np.float32)[0], np.float64)
 
 
 @pytest.mark.parametrize("length", [0, 8, 23])

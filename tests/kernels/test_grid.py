@@ -232,14 +232,3 @@ def test_planes_are_what_the_definition_says_and_are_read_back(planes, groups):
     read_planes(words, 0, groups, planes, back)
     assert back[: 64 * groups].tolist() == codes.tolist()
     assert (back[64 * groups :] == 99).all()
-
-
-def test_from_some_word_on_and_as_many_groups_as_are_asked_for():
-    codes = np.arange(256).astype(np.uint8) % 4
-    words = np.full(7, 99, np.uint64)
-    write_planes(codes[3:], 1, 2, words, 3)
-    planes = [sum((code >> plane & 1) << j for j, code in enumerate(codes[3:67].tolist())) for plane in range(2)]
-    assert words.tolist() == [99, 99, 99, *planes, 99, 99]
-    back = np.full(100, 99, np.uint8)
-    read_planes(words, 3, 1, 2, back)
-    assert back.tolist() == [*codes[3:67].tolist(), *[99] * 36]

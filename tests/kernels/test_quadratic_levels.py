@@ -149,9 +149,6 @@ def test_no_block_loses_more_than_it_has(kernels, array, bits):
     assert back.tobytes() == sent.tobytes()
 
 
-"""Share of a selection's energy that may be lost, for each of these."""
-
-
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("bad", [np.nan, -np.nan, np.inf, -np.inf])
 def test_nonfinite_elements_spoil_their_block(kernels, dtype, bits, bad):

@@ -188,9 +188,7 @@ class LGC(Compressor):
     def feedback(self) -> bool:
         return True
 
-    @property
-    def can_fall_back_to_dense(self) -> bool:
-        return False  # it learns from every step of its first phases
+    can_fall_back_to_dense = False  # it learns from every step of its first phases
 
     def expected(self, numel: int) -> int:
         return self.selected(numel).count
