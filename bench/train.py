@@ -25,10 +25,12 @@ from mpicomp.errors import ConfigurationError, MpicompError
 from mpicomp.mpi import Transport
 from mpicomp.mpi.rounds import dense_ring_bytes
 from mpicomp.policies import Policy
+from mpicomp.policies.forecast import advice
 from mpicomp.policies.schedule import read_warmup
 from mpicomp.reducer import StepRecord
 from mpicomp.reducer.trace import trace
 from mpicomp.torch import shard_mesh
+from mpicomp.torch.plan_recorder import job_of
 from mpicomp.torch.updates import AUTO
 
 _MAX_START_STEPS = 5  # first steps that are not timed: they compile, agree and grow buffers
@@ -299,7 +301,7 @@ class _Recording:
             collective = ran[0] if len(ran) == 1 else settings.collective
             probed, named, cost = compressor, settings.collective, reducer.cost
         late_step_s = float(np.median(late_rows[:, 0]))
-        exchange_probe = dense_probe = exchange_s = dense_step_s = None
+        exchange_probe = dense_probe = exchange_s = dense_step_s = advised = None
         if settings.probes:
             there: dict[str, Any] = {"bring": self._bring, "wait": replica.finish}
             steady = probed.bind([], [], warm_up=False)
@@ -307,6 +309,7 @@ class _Recording:
             dense_probe = probe_dense(replica.numel, between, **there)
             every = made / len(ends)
             exchange_s, dense_step_s = estimate(late_step_s, medians(late_rows), exchange_probe, dense_probe, every)
+            advised = advice_of_run(replica, dense_step_s - dense_probe.seconds, late_step_s)
         sent, wire, dense_wire = gather(self._bytes, transport).mean(axis=0).round().astype(int).tolist()
         slowest = Slowest.of(timed[:, :, 0] - timed[:, :, 1 + PHASES.index("exchange")])
         plans, parameters = choices.plans(), sum(parameter.numel() for parameter in replica.parameters)
@@ -342,7 +345,7 @@ class _Recording:
         )  # fmt: skip
         return Trained(
             run, settings.adapts, compressor, made - skipped, late_step_s, plans, late_plans, exchange_probe,
-            dense_probe, slowest,
+            dense_probe, slowest, advised,
         )  # fmt: skip
 
     def _settings_of_run(self, task: Task) -> dict[str, Any]:
@@ -405,6 +408,16 @@ class Trained:
     dense_probe: Probe | None = None
     # The rank that the others waited for, over the steps that are timed; None where there is one rank
     slowest: Slowest | None = None
+    advice: str | None = None  # `mpicomp.policies.forecast.advice`
+
+
+def advice_of_run(replica: MpicompReplica, compute_s: float, step_s: float) -> str | None:
+    """Return the advice of `mpicomp plan` on rank 0, where there are several hosts and their links were measured."""
+    reducer, group = replica.optimizer.reducer, replica.between.group
+    is_other = replica.exchanges_updates or group.size < replica.group.size
+    if reducer.cost is None or is_other or group.hosts == 1 or group.rank > 0:
+        return None
+    return advice(job_of(dict(replica.model.named_parameters()), compute_s), reducer.cost.network, group, step_s)
 
 
 def estimate(
@@ -434,6 +447,8 @@ def judge(trained: Trained, dense: RunObject | None = None) -> str:
             "from the same seed, "
             f"whose steps took {dense.median_step_s:.3f} s"
         )
+    if trained.advice is not None:
+        parts.append(trained.advice)
     slowest = trained.slowest
     if slowest is not None and slowest.matters(run.median_step_s, _NOISE):
         parts.append(

@@ -1,1 +1,1 @@
-"""Commands of the bench: ``bench``, ``lab``, ``report``, ``simulate`` and ``train``; see `mpicomp.cli`."""
+"""Commands of the bench: ``bench``, ``lab``, ``report``, ``plan`` and ``train``; see `mpicomp.cli`."""

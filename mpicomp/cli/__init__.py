@@ -29,8 +29,9 @@ COMMANDS = {
     "train": _BENCH,
     "lab": _BENCH,
     "report": _BENCH,
-    "simulate": _BENCH,
+    "plan": _BENCH,
 }
+_REPLACED = {"simulate": "plan --hosts N --bandwidth B --parameters P --step-seconds S"}
 INTERRUPTED = 130  # exit status that a shell reports after SIGINT
 BROKEN_PIPE = 141  # the same after SIGPIPE
 
@@ -53,6 +54,9 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
     """Read the words after ``mpicomp``; raise SystemExit if there is nothing to run."""
     chosen = next((word for word in words if not word.startswith("-")), None)
     if chosen is not None and chosen not in COMMANDS:
+        if chosen in _REPLACED:
+            print_stderr(f"'{chosen}' is now: mpicomp {_REPLACED[chosen]}")
+            raise SystemExit(2)
         near = difflib.get_close_matches(chosen, COMMANDS, n=1)
         advice = f"did you mean '{near[0]}'?" if near else f"there are {', '.join(COMMANDS)}"
         print_stderr(f"unknown command '{chosen}'; {advice}")

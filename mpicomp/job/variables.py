@@ -9,7 +9,7 @@ from mpicomp.job import print_stderr
 
 FLAGS = ("MPICOMP_ABORT", "MPICOMP_NAPS", "MPICOMP_CUDA_AWARE", "MPICOMP_PROBE")
 SECONDS = ("MPICOMP_STALL", "MPICOMP_STALL_END")
-_OTHERS = ("MPICOMP_PLUGINS", "MPICOMP_LAB", "MPICOMP_BOOT_ID")  # the last two are set by the lab
+_OTHERS = ("MPICOMP_PLUGINS", "MPICOMP_PLAN", "MPICOMP_LAB", "MPICOMP_BOOT_ID")  # the last two are set by the lab
 _WORDS = {
     word: value for value, words in ((True, "1 true on yes"), (False, "0 false off no")) for word in words.split()
 }

@@ -82,6 +82,11 @@ class ElementSurvey:
         self._surveys = self._pairs = 0
         self._last_step = -2
 
+    @property
+    def positions(self) -> NDArray[np.int64]:
+        """The elements that are read, ascending."""
+        return np.union1d(self._indices, self._packed)
+
     def width(self, sizes: Sequence[int]) -> int:
         # The followed elements or 0, the signal of this pair, then each class's sums over the mean square
         return 2 + (ROWS + 2 * len(self._quantisers)) * _CLASSES

@@ -2,6 +2,7 @@
 
 import math
 import re
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -16,7 +17,7 @@ from mpicomp.reducer.settings import check_arguments
 from mpicomp.setting_checks import check_kind as check_kind_of_setting
 from mpicomp.torch.combined import CombinedOptimizer
 from mpicomp.torch.parameters import NamedParameters, check_kind, named_pairs
-from mpicomp.torch.shards import from_whole, is_sharded
+from mpicomp.torch.shards import from_whole, is_sharded, local_of
 from mpicomp.torch.states import name_of
 from mpicomp.torch.updates import UpdateOptimizer
 
@@ -232,7 +233,7 @@ def muon_and_adamw(
     for name, parameter in parameters.items():
         if parameter.requires_grad:
             check_kind(name, parameter, _WHO, takes_shards=True)
-    chosen = set(_hidden_matrices(parameters, model) if matrices is None else matrices)
+    chosen = set(hidden_matrices(parameters, model) if matrices is None else matrices)
     unknown = sorted(chosen - set(parameters))
     if unknown:
         raise ConfigurationError(
@@ -258,7 +259,7 @@ def muon_and_adamw(
     return CombinedOptimizer(optimizers, _WHO)
 
 
-def _hidden_matrices(parameters: Mapping[str, torch.Tensor], model: torch.nn.Module | None) -> list[str]:
+def hidden_matrices(parameters: Mapping[str, torch.Tensor], model: torch.nn.Module | None) -> list[str]:
     """Return the names of matrices that are neither embeddings nor heads, by types, names and shapes."""
     embeddings = set()
     for name, module in () if model is None else model.named_modules():
@@ -283,6 +284,24 @@ def _hidden_matrices(parameters: Mapping[str, torch.Tensor], model: torch.nn.Mod
         if all(outputs != matrix.size(1) for matrix in matrices.values()):
             hidden.pop()
     return hidden
+
+
+def muon_seconds(matrices: Sequence[torch.Tensor]) -> float:
+    """Return the seconds that Muon's step takes for some matrices, by those of the largest one."""
+
+    def work(matrix: torch.Tensor) -> float:
+        rows, columns = sorted((len(matrix), math.prod(matrix.shape[1:])))
+        return float(rows * rows * columns)
+
+    if not matrices:
+        return 0.0
+    largest = local_of(max(matrices, key=work)).detach().flatten(1)
+    seconds = []
+    for _ in range(3):  # the first one warms up
+        begin = time.perf_counter()
+        orthogonalize(largest).sum().item()  # waits for a GPU
+        seconds.append(time.perf_counter() - begin)
+    return min(seconds) * sum(map(work, matrices)) / work(largest)
 
 
 def _module_of(name: str) -> str:

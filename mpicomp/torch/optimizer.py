@@ -30,6 +30,7 @@ from mpicomp.torch.parameters import (
     named_pairs,
     parameters_by_name,
 )
+from mpicomp.torch.plan_recorder import record_plan
 from mpicomp.torch.proxy import (
     Arguments,
     Exchange,
@@ -187,6 +188,8 @@ def DistributedOptimizer(  # noqa: N802, a factory that reads like the class tha
     gradients.loaded_state.optimizer_state = lambda: weak_optimizer()._mpicomp.state_of(weak_optimizer())
     if scaler is not None:
         _attach_scaler(scaler, wrapped)
+    if transport.group.rank == 0:
+        record_plan(wrapped, parameters, settings["normalises"])
     return wrapped
 
 

@@ -1,0 +1,330 @@
+"""Forecast of a training on a network: seconds of a step, bytes and steps of each exchange, from one rank's steps."""
+
+import functools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mpicomp.collectives import bind
+from mpicomp.compressors import Compressor, Dense, OneBit, Quantiser, TopK
+from mpicomp.cost import Network, Terms, sample_views
+from mpicomp.cost.formulas import ring, tree
+from mpicomp.cost.kernel_costs import KernelCost
+from mpicomp.cost.model import scheme_key
+from mpicomp.errors import ConfigurationError
+from mpicomp.mpi.rounds import Group
+from mpicomp.policies.convergence_penalty import ElementStatistics
+from mpicomp.policies.plan_selector import collectives_for
+from mpicomp.policies.plan_tradeoff import PlanTradeoff
+from mpicomp.policies.ratio_levels import at_ratio, ladder, suggested_compressors
+
+MUON_EVERY = 2, 10, 40
+"""Steps between exchanges of LocalMuon that are forecast."""
+NOISE = 0.03  # relative differences of seconds that are below it recommend nothing
+
+SCHEMA = 1  # of a job as JSON
+
+_DTYPE = np.dtype(np.float32)
+_LATE_STEP = 1 << 30  # a step in the long run
+_DDP_FIRST_BYTES, _DDP_BYTES = 1 << 20, 25 << 20  # of PyTorch's buckets
+_MAX_BYTES = 32 << 20  # of mpicomp's
+_WAKEUP_S = 3e-3  # of a bucket, as `Auto.bucket_limit` has it
+_LIMIT = 0.3  # of the steps that `auto` may lose
+_MAX_LADDER_RANKS = 1024  # beyond, selections are forecast at 1 % alone
+# Where kernels were not measured: of a core, and of a GPU whose messages cross PCIe, by docs/gpu.md.
+_KERNELS = {"cpu": KernelCost(2e-4, 3e-9, 1.5e-8), "cuda": KernelCost(3e-4, 2e-11, 1e-10)}
+_DENSE_SHARE = 0.25  # of the seconds an element, of a dense exchange
+_S_PER_COPIED_BYTE = {"cpu": 0.0, "cuda": 1 / 55e9}
+_MUON_SHARE = 0.05  # of a step, where Muon's was not measured
+_ADVICE_RATIO = 1.25  # of seconds of a step, from which on another exchange is advised
+# Shares of its steps by which a GPT falls behind, of docs/policies.md: where no gradient was measured.
+_GPT_QUANTISED = {8: 0.0, 4: 0.03, 3: 0.1, 2: 0.47}
+_GPT_SELECTED = (0.01, 0.05, 0.1, 0.2, 1.0), (0.84, 0.79, 0.63, 0.25, 0.0)
+# Of 22 measured penalties, 80 % lie between the prediction less the first and plus the second: docs/policies.md.
+_PENALTY_SPREAD = 0.18, 0.07
+_MAX_PENALTY = 0.9  # a larger one counts as this
+_SMALL_PENALTY_SPREAD = 0.04, 0.04  # of those below 0.05
+# Steps of LocalMuon to the quality of dense AdamW, over its steps, by steps between exchanges: docs/updates.md, with
+# the least and the most over `text-gpt` after 300 and 1,000 steps and nanoGPT. Two steps are between one and five.
+_MUON_STEPS = {2: (0.6, 0.42, 0.74), 10: (0.81, 0.73, 0.93), 40: (1.23, 0.7, 1.3)}
+
+
+@dataclass(frozen=True)
+class Job:
+    """Steps of one rank without an exchange; parameters are in the order of backward."""
+
+    sizes: Sequence[int]  # elements of each parameter
+    ready_s: Sequence[float]  # when the gradient of each is ready, relative to the last one: at most 0
+    compute_s: float  # of a step
+    muon_s: float | None = None  # that Muon's step adds; None where it was not measured
+    hidden: float = 0.0  # share of the elements that Muon would step
+    steps: int = 1000  # of the training
+    normalises: bool = True  # whether the optimizer divides by the root of a mean square, as Adam does
+    statistics: ElementStatistics | None = None  # of the gradients; None takes those of a GPT
+    kernels: Mapping[str, KernelCost] = field(default_factory=dict)  # by `scheme_key` of a ladder, that were measured
+    device: str = "cpu"  # of the gradients: cpu or cuda
+
+    @property
+    def numel(self) -> int:
+        """Elements of the model."""
+        return sum(self.sizes)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return a JSON-able object for `from_json`."""
+        statistics = None if self.statistics is None else self.statistics.state_dict()
+        kernels = {key: vars(kernel).copy() for key, kernel in self.kernels.items()}
+        return {"schema": SCHEMA} | vars(self) | {"statistics": statistics, "kernels": kernels}
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> "Job":
+        """Build one from the result of `to_json`; other content raises KeyError, TypeError or ValueError."""
+        if content["schema"] != SCHEMA:
+            raise ValueError(f"its schema is {content['schema']!r}, and this mpicomp reads {SCHEMA}")
+        words = {name: content[name] for name in cls.__dataclass_fields__}
+        if words["statistics"] is not None:
+            quantisers = suggested_compressors(None, words["normalises"])[1]
+            statistics = ElementStatistics(sum(words["sizes"]), len(quantisers), words["normalises"])
+            statistics.load_state_dict(words["statistics"])
+            words["statistics"] = statistics
+        words["kernels"] = {key: KernelCost(**kernel) for key, kernel in words["kernels"].items()}
+        if not words["sizes"] or not words["compute_s"] > 0:
+            raise ValueError("it has no timings")
+        return cls(**words)
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """An exchange on a network."""
+
+    exchange: str
+    plan: str  # compressor, collective
+    step_s: float
+    throughput: float  # share of that without an exchange
+    host_bytes: float  # that leave a host in a step
+    steps_ratio: float | None  # steps to the quality of dense exchange, over its steps; None where it is not known
+    steps_low: float | None  # least and most of it
+    steps_high: float | None
+    quality_s: float | None  # seconds to the quality at which dense exchange ends
+
+
+@dataclass(frozen=True)
+class _Cost:
+    """Seconds and bytes of a scheme, affine in the elements of a bucket."""
+
+    name: str
+    fixed_s: float
+    per_element_s: float
+    bytes_per_element: float
+    kernels: KernelCost
+    kept: float  # share of the elements
+    copied_s: float  # an element, of copies from and to a GPU
+
+    def rounds_s(self, numel: int) -> float:
+        return self.fixed_s + numel * self.per_element_s
+
+    def kernels_s(self, numel: int) -> float:
+        return self.kernels.seconds(numel, round(self.kept * numel)) + numel * self.copied_s
+
+
+class Forecaster:
+    """Forecasts the exchanges of a job among the ranks of a group, on links that are given or were measured."""
+
+    def __init__(self, job: Job, network: Network, group: Group, overlap: bool = True) -> None:
+        if group.size < 2 or not job.sizes:
+            raise ConfigurationError("plan: an exchange needs two ranks, and a model with parameters")
+        self._job, self._network, self._group, self._overlap = job, network, group, overlap
+
+    def all(self) -> list[Forecast]:
+        """Return a forecast of every exchange: none, DDP's, what `auto` likely runs, top-k, and LocalMuon."""
+        none = Forecast("none", "", self._job.compute_s, 1.0, 0.0, None, None, None, None)
+        topk = TopK(ratio=0.01)
+        selected = self._row("topk 1 %", topk, self._best(topk, _MAX_BYTES), _MAX_BYTES)
+        dense = self._ddp("ddp", 4), self._ddp("ddp-fp16", 2)
+        return [none, *dense, self._auto(), selected, *map(self.muon, MUON_EVERY)]
+
+    def _buckets(self, nbytes: float, first: float | None = None, itemsize: int = 4) -> Iterator[tuple[int, float]]:
+        """Yield elements of each bucket, and when it is ready."""
+        numel, limit = 0, nbytes if first is None else first
+        last = len(self._job.sizes) - 1
+        for place, (size, ready_s) in enumerate(zip(self._job.sizes, self._job.ready_s, strict=True)):
+            numel += size
+            if itemsize * numel >= limit or place == last:
+                yield numel, ready_s if self._overlap else 0.0
+                numel, limit = 0, nbytes
+
+    def _overlapped_s(self, cost: _Cost, buckets: Iterator[tuple[int, float]]) -> float:
+        """Return the seconds of a step; kernels keep the processor from backward, and rounds do not."""
+        kernels_s, end_s = 0.0, -math.inf
+        for numel, ready_s in buckets:
+            kernels_s += cost.kernels_s(numel)
+            end_s = max(end_s, ready_s + kernels_s) + cost.rounds_s(numel)
+        return self._job.compute_s + max(end_s, kernels_s)
+
+    def _cost(self, compressor: Compressor, name: str) -> _Cost:
+        """Return the cost of a scheme from its rounds at two lengths."""
+        scheme = bind(compressor, name)
+        few, many = (max(self._group.size, share) for share in (self._job.numel // 16, self._job.numel))
+        rows = [_coefficients(compressor, name, numel, self._group) for numel in (few, many)]
+        seconds = [self._network.seconds(row) for row in rows]
+        per_element_s = max(0.0, (seconds[1] - seconds[0]) / max(1, many - few))
+        kernels = self._job.kernels.get(scheme_key(scheme, ladder=True)) or self._typical(compressor)
+        kept = compressor.expected(many) / many
+        others = self._group.size - 2  # messages that a rank decodes beyond the one of its own that was measured
+        if name == "allgather":
+            kernels = KernelCost(kernels.fixed, kernels.per_element, kernels.per_kept * (1 + 0.5 * max(0, others)))
+        elif name == "packed-allgather":
+            more = 0.2 * max(0, others) * kernels.per_element
+            kernels = KernelCost(kernels.fixed, kernels.per_element + more, kernels.per_kept)
+        sent = self._between(rows[1]) / many
+        return _Cost(
+            name, max(0.0, seconds[1] - many * per_element_s), per_element_s, sent, kernels, kept,
+            (compressor.wire_bytes_per_element(4) + sent) * _S_PER_COPIED_BYTE[self._job.device],
+        )  # fmt: skip
+
+    def _typical(self, compressor: Compressor) -> KernelCost:
+        fixed, per_element, per_kept = vars(_KERNELS[self._job.device]).values()
+        is_dense = compressor == Dense()
+        return KernelCost(
+            fixed, per_element * (_DENSE_SHARE if is_dense else 1), per_kept * compressor.selects_by_ratio
+        )
+
+    def _between(self, row: Any) -> float:
+        """Return the bytes between hosts among coefficients; those inside a host come second in each pair."""
+        by_group = row.reshape(3, -1, 2)[..., 1].sum(axis=1)
+        return float(by_group[0] + by_group[2]) if self._group.hosts > 1 else 0.0
+
+    def _best(self, compressor: Compressor, nbytes: float) -> _Cost:
+        names = collectives_for(compressor, self._group, complete=True)
+        if self._group.size > _MAX_LADDER_RANKS:
+            names = [name for name in names if not name.endswith(("ring", "parameter-server"))] or names
+        costs = [self._cost(compressor, name) for name in names]
+        return min(costs, key=lambda cost: self._overlapped_s(cost, self._buckets(nbytes)))
+
+    def _row(self, exchange: str, compressor: Compressor, cost: _Cost, nbytes: float) -> Forecast:
+        seconds = self._overlapped_s(cost, self._buckets(nbytes))
+        sent = self._job.numel * cost.bytes_per_element
+        name = compressor.id + (f" {compressor.ratio:.2g}" if hasattr(compressor, "ratio") else "")
+        name += f" {compressor.bits} bits" if hasattr(compressor, "bits") else ""
+        name += f" {wire}" if (wire := getattr(compressor, "wire", None)) else ""
+        steps = _steps_of(self.penalty(compressor))
+        return self._forecast(exchange, f"{name}, {cost.name}", seconds, sent, steps)
+
+    def _forecast(
+        self, exchange: str, plan: str, seconds: float, sent: float, steps: Sequence[float] | None
+    ) -> Forecast:
+        ratio, low, high = steps or (None, None, None)
+        quality_s = None if ratio is None else ratio * self._job.steps * seconds
+        share = self._job.compute_s / seconds if seconds else 1.0
+        return Forecast(exchange, plan, seconds, share, sent, ratio, low, high, quality_s)
+
+    def _ddp(self, exchange: str, itemsize: int) -> Forecast:
+        """Forecast DDP: a ring that crosses each host's link once, or a tree where its latencies are fewer."""
+        network, hosts = self._network, self._group.hosts if self._group.hosts > 1 else self._group.size
+        terms = ring(hosts, itemsize)
+        latencies = min(2 * (self._group.size - 1), 2 * tree(self._group.size, 0).latency)
+        fixed_s = Terms(latencies, 0).seconds(network.latency, 0)
+        copied_s = 2 * itemsize * _S_PER_COPIED_BYTE[self._job.device]
+        cost = _Cost(
+            exchange, fixed_s, terms.volume * network.seconds_per_byte, terms.volume,
+            self._job.kernels.get(exchange, KernelCost(0, 0)), 1.0, copied_s,
+        )  # fmt: skip
+        seconds = self._overlapped_s(cost, self._buckets(_DDP_BYTES, _DDP_FIRST_BYTES))
+        sent = self._job.numel * cost.bytes_per_element if self._group.hosts > 1 else 0.0
+        plan = f"float{8 * itemsize}, sums of gloo or NCCL"
+        return self._forecast(exchange, plan, seconds, sent, (1.0, 1.0, 1.0))
+
+    def _auto(self) -> Forecast:
+        """Forecast the plan that `auto` likely runs, one for all buckets, by its own tradeoff."""
+        levels = list(self._levels())
+        nbytes = self._auto_bytes()
+        costs = [self._best(compressor, nbytes) for compressor in levels]
+        seconds = np.array([self._overlapped_s(cost, self._buckets(nbytes)) for cost in costs])
+        compute_s = self._job.compute_s
+        penalties = np.array([self.penalty(level) for level in levels])
+        tradeoff = PlanTradeoff([penalties], [seconds - compute_s], [1.0], [0.0], compute_s, _LIMIT)
+        dense = [level for level, compressor in enumerate(levels) if isinstance(compressor, Dense)]
+        fastest = min(dense, key=lambda level: float(seconds[level]))
+        selecting = [np.array([compressor.selects_by_ratio for compressor in levels])]
+        [chosen] = tradeoff.best_over([fastest], selecting)
+        return self._row("auto", levels[chosen], costs[chosen], nbytes)
+
+    def _levels(self) -> Iterator[Compressor]:
+        wires, quantisers = suggested_compressors(None, self._job.normalises)
+        for wire in wires if self._group.size <= _MAX_LADDER_RANKS else ():
+            yield from (at_ratio(wire, ratio) for ratio in ladder(0.001, 0.25, 2.0))
+        yield from quantisers
+        yield from (Dense(wire="bf16"), Dense())
+
+    def _auto_bytes(self) -> float:
+        network, ranks, nbytes = self._network, self._group.size, 4 * self._job.numel
+        total_s = ring(ranks, nbytes / 8).seconds(0.0, network.seconds_per_byte)
+        bucket_s = _WAKEUP_S + ring(ranks, 0).seconds(network.latency, 0.0)
+        return min(_MAX_BYTES, math.ceil(nbytes / max(1, round(math.sqrt(total_s / bucket_s)))))
+
+    def muon(self, every: int) -> Forecast:
+        """Forecast LocalMuon: changes in one bit, after the step of every ``every``-th one."""
+        job, cost = self._job, self._best(OneBit(), math.inf)
+        more_s = _MUON_SHARE * job.compute_s if job.muon_s is None else job.muon_s
+        exchange_s = cost.kernels_s(job.numel) + cost.rounds_s(job.numel)
+        seconds = job.compute_s + more_s + exchange_s / every
+        sent = job.numel * cost.bytes_per_element / every
+        steps = _MUON_STEPS[every] if job.hidden > 0.5 else None
+        return self._forecast(f"muon every {every}", f"one bit, {cost.name}", seconds, sent, steps)
+
+    def penalty(self, compressor: Compressor) -> float:
+        """Return the share of its steps by which a training falls behind dense exchange."""
+        statistics, ranks = self._job.statistics, self._group.size
+        if isinstance(compressor, Dense):
+            return 0.0
+        if isinstance(compressor, Quantiser):
+            if statistics is None:
+                return _GPT_QUANTISED.get(getattr(compressor, "bits", 1), 0.8)
+            quantisers = suggested_compressors(None, self._job.normalises)[1]
+            return statistics.quantiser_penalty(quantisers.index(compressor), ranks, self._job.steps / 2)
+        ratio = np.array([compressor.ratio])  # type: ignore[attr-defined]
+        if statistics is None:
+            return float(np.interp(np.log(ratio), np.log(_GPT_SELECTED[0]), _GPT_SELECTED[1])[0])
+        return float(statistics.selection_penalties(ratio, ranks, self._job.steps / 2)[0][0])
+
+
+@functools.lru_cache(maxsize=1024)
+def _coefficients(compressor: Compressor, name: str, numel: int, group: Group) -> NDArray[np.float64]:
+    """Return a scheme's coefficients, which are the same on all links."""
+    scheme, views = bind(compressor, name), sample_views(group)
+    rounds = [scheme.rounds(numel, _DTYPE, view, _LATE_STEP) for view in views]
+    return Network(group.hosts).coefficients(rounds, views)
+
+
+def recommended(rows: Sequence[Forecast]) -> Forecast:
+    """Return the exchange of least seconds to a quality; dense where none is clearly faster, in its step too."""
+    dense = min((row for row in rows if row.exchange.startswith("ddp")), key=lambda row: row.step_s)
+    faster = [row for row in rows if row.quality_s is not None and row.step_s < (1 - NOISE) * dense.step_s]
+    best = min(faster, key=lambda row: row.quality_s or math.inf, default=dense)
+    assert dense.quality_s is not None
+    assert best.quality_s is not None
+    return best if best.quality_s < (1 - NOISE) * dense.quality_s else dense
+
+
+def advice(job: Job, network: Network, group: Group, step_s: float) -> str | None:
+    """Return a line that names LocalMuon, where its step is clearly shorter than the measured ``step_s``."""
+    muon = Forecaster(job, network, group).muon(10)
+    if muon.steps_ratio is None or _ADVICE_RATIO * muon.step_s > step_s:
+        return None
+    return (
+        "links are slow: a step of mpicomp.torch.LocalMuon, one bit an element every 10 steps, is predicted to take "
+        f"{muon.step_s:.3g} s in place of {step_s:.3g}; see docs/updates.md, and `mpicomp plan` for other exchanges"
+    )
+
+
+def _steps_of(penalty: float) -> tuple[float, float, float]:
+    if penalty == 0:
+        return 1.0, 1.0, 1.0
+    less, more = _PENALTY_SPREAD if penalty >= 0.05 else _SMALL_PENALTY_SPREAD
+    ratio, low, high = (
+        1 / (1 - min(max(share, 0.0), _MAX_PENALTY)) for share in (penalty, penalty - less, penalty + more)
+    )
+    return ratio, low, high

@@ -1,0 +1,218 @@
+"""Records what `mpicomp plan` needs to know of a script, in its first steps: ``MPICOMP_PLAN=FILE``."""
+
+import json
+import logging
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+
+from mpicomp.collectives import bind
+from mpicomp.compressors import Compressor, Dense, OneBit
+from mpicomp.cost import CostModel, Network, measure_kernels
+from mpicomp.cost.kernel_costs import KernelCost
+from mpicomp.job import print_stderr, whole_file
+from mpicomp.mpi import LocalWorld
+from mpicomp.mpi.rounds import layout_groups
+from mpicomp.policies.convergence_penalty import ElementStatistics, ElementSurvey
+from mpicomp.policies.forecast import Job, advice
+from mpicomp.policies.plan_selector import collectives_for
+from mpicomp.policies.ratio_levels import at_ratio, suggested_compressors
+from mpicomp.torch.muon import hidden_matrices, muon_seconds
+from mpicomp.torch.shards import is_sharded
+
+VARIABLE = "MPICOMP_PLAN"
+STEPS = 30  # after which the record is complete
+_UNTIMED_STEPS = 5  # which compile, agree and grow buffers
+_ADVICE_STEPS = 100  # after which costs are known well
+
+_log = logging.getLogger("mpicomp.watch")
+
+
+def record_plan(optimizer: Any, parameters: Mapping[str, torch.Tensor], normalises: bool) -> None:
+    """Record the job of a `DistributedOptimizer`, if the user asks for it; else log advice once, on several hosts."""
+    path, group = os.environ.get(VARIABLE), optimizer.reducer.transport.group
+    if path:
+        PlanRecorder(optimizer, parameters, normalises, path)
+    elif group.hosts > 1 and not any(map(is_sharded, parameters.values())):
+        _Advice(optimizer, parameters)
+
+
+def job_of(parameters: Mapping[str, torch.Tensor], compute_s: float) -> Job:
+    """Return the job of a model as one bucket, with the seconds of a step without an exchange; times Muon here."""
+    hidden, numel = _hidden(parameters)
+    return Job([numel], [0.0], compute_s, muon_seconds(hidden), _numel(hidden) / numel)
+
+
+class _Advice:
+    """Times steps, and advises by them after `_ADVICE_STEPS`."""
+
+    def __init__(self, optimizer: Any, parameters: Mapping[str, torch.Tensor]) -> None:
+        self._parameters = parameters
+        self._ends: deque[float] = deque(maxlen=STEPS)
+        self._steps = 0
+        self._handle = optimizer.register_step_post_hook(self._after_step)
+
+    def _after_step(self, optimizer: Any, *_: Any) -> None:
+        self._steps += 1
+        self._ends.append(time.perf_counter())
+        if self._steps < _ADVICE_STEPS:
+            return
+        self._handle.remove()
+        reducer = optimizer.reducer
+        times = getattr(reducer.policy, "step_times", None)  # of policies that measure
+        if times is None or reducer.cost is None or not times.compute_s:
+            return
+        job = job_of(self._parameters, times.compute_s)
+        text = advice(job, reducer.cost.network, reducer.transport.group, float(np.median(np.diff(self._ends))))
+        if text is not None:
+            _log.warning("mpicomp: %s", text)
+
+
+class PlanRecorder:
+    """Times steps of a `DistributedOptimizer` without their exchange, and surveys gradients of this rank."""
+
+    def __init__(
+        self, optimizer: Any, parameters: Mapping[str, torch.Tensor], normalises: bool, path: str | None = None
+    ) -> None:
+        self.job: Job | None = None
+        """The record, after `STEPS` steps."""
+        self._path, self._normalises = path, normalises
+        self._parameters = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
+        self._sizes = [parameter.numel() for parameter in self._parameters.values()]
+        quantisers = suggested_compressors(None, normalises)[1]
+        self._survey = ElementSurvey(self._sizes, quantisers)
+        self._statistics = ElementStatistics(sum(self._sizes), len(quantisers), normalises)
+        self._sampled = _Sampled(self._survey.positions)
+        self._seconds: list[float] = []  # of even steps
+        self._ready: list[dict[str, float]] = []  # of odd ones, in which gradients on a GPU are waited for
+        self._filled: dict[str, float] = {}  # by name, when backward was done with a gradient
+        self._steps, self._own_s, self._begun, self._averaged = 0, 0.0, 0.0, 0.0
+        self._start = 0.0, 0.0  # of the timed steps: seconds of the processor, and of the clock
+        self._handles = [
+            optimizer.register_step_pre_hook(self._before_update),
+            optimizer.register_step_post_hook(self._after_step),
+        ]
+        first = 0
+        for (name, parameter), size in zip(self._parameters.items(), self._sizes, strict=True):
+            hook = self._hook(name, first, size)
+            self._handles.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
+            first += size
+        self._device = next(iter(self._parameters.values())).device
+
+    def _hook(self, name: str, first: int, size: int) -> Callable[[torch.Tensor], None]:
+        part = slice(*np.searchsorted(self._sampled.positions, (first, first + size)))
+        places = torch.from_numpy(self._sampled.positions[part] - first)
+
+        def on_gradient(parameter: torch.Tensor) -> None:
+            if self._steps % 2:
+                self._synchronize()
+            begin = self._filled[name] = time.perf_counter()
+            if parameter.grad is not None and parameter.grad.layout is torch.strided:
+                sampled = parameter.grad.detach().reshape(-1)[places.to(parameter.device)]
+                self._sampled.values[part] = sampled.real.float().cpu().numpy()
+            self._own_s += time.perf_counter() - begin
+
+        return on_gradient
+
+    def _synchronize(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+    def _before_update(self, *_: Any) -> None:
+        self._averaged = time.perf_counter()
+
+    def _after_step(self, optimizer: Any, *_: Any) -> None:
+        self._synchronize()
+        end = time.perf_counter()
+        if self._steps == _UNTIMED_STEPS - 1:
+            self._start = time.process_time(), end
+        if self._filled and self._steps >= _UNTIMED_STEPS:
+            last = max(self._filled.values())
+            if self._steps % 2:
+                self._ready.append({name: at - last for name, at in self._filled.items()})
+            else:  # with overlap the part of the exchange after backward
+                exchange_s = min(optimizer.reducer.last_step.seconds, self._averaged - last)
+                self._seconds.append(end - self._begun - exchange_s - self._own_s)
+            survey = self._survey.measure(self._sampled, None, self._sizes, self._steps)  # type: ignore[arg-type]
+            self._statistics.observe(survey[None])
+        self._steps += 1
+        if self._steps == STEPS:
+            self._finish()
+        self._filled.clear()
+        self._own_s, self._begun = 0.0, time.perf_counter()
+
+    def _finish(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        processor_s, seconds = time.process_time() - self._start[0], time.perf_counter() - self._start[1]
+        on_host = self._device.type == "cpu"
+        # Kernels are timed at their fastest, and a rank that shares its cores waits for them in an exchange, too.
+        slowed = max(1.0, seconds / processor_s) if on_host else 1.0
+        ready = [median(times.get(name, 0.0) for times in self._ready) for name in self._parameters]
+        order = sorted(range(len(ready)), key=ready.__getitem__)
+        hidden, numel = _hidden(self._parameters)
+        self.job = Job(
+            sizes=[self._sizes[place] for place in order],
+            ready_s=[ready[place] for place in order],
+            compute_s=median(self._seconds),
+            muon_s=slowed * muon_seconds(hidden),
+            hidden=_numel(hidden) / numel,
+            normalises=self._normalises,
+            statistics=None if self._statistics.is_zero else self._statistics,
+            kernels=self._kernels(slowed) if on_host else {},
+            device=self._device.type,
+        )
+        if self._path is not None:
+            with whole_file(self._path) as file:
+                json.dump(self.job.to_json(), file)
+            print_stderr(f"'{self._path}' has what `mpicomp plan --from {self._path}` needs to know of this script")
+
+    def _kernels(self, slowed: float) -> dict[str, KernelCost]:
+        [alone] = LocalWorld(1).transports
+        model = CostModel(Network(2))
+        group = layout_groups([0, 0, 1, 1], 0)[0]  # on which all collectives run
+        wires, quantisers = suggested_compressors(None, self._normalises)
+        compressors: list[Compressor] = [at_ratio(wire, ratio) for wire in wires for ratio in (0.001, 0.25)]
+        compressors += [*quantisers, Dense(wire="bf16"), Dense(), OneBit()]
+        schemes = [bind(each, name) for each in compressors for name in collectives_for(each, group, complete=True)]
+        alone.run(measure_kernels(model, schemes, True, alone, ladder=True))
+        array = torch.zeros(sum(self._sizes))
+        copy_s = _least_s(array.clone) / array.numel()  # DDP copies into its buckets, and out of them
+        model.kernels["ddp"] = KernelCost(0.0, 2 * copy_s)
+        cast_s = _least_s(lambda: array.copy_(array.half())) / array.numel()
+        model.kernels["ddp-fp16"] = KernelCost(0.0, 2 * copy_s + cast_s)
+        return {key: KernelCost(*(slowed * s for s in vars(kernel).values())) for key, kernel in model.kernels.items()}
+
+
+def _hidden(parameters: Mapping[str, torch.Tensor]) -> tuple[list[torch.Tensor], int]:
+    """Return the matrices that Muon would step, and the elements of the model."""
+    return [parameters[name] for name in hidden_matrices(parameters, None)], _numel(parameters.values())
+
+
+def _numel(parameters: Iterable[torch.Tensor]) -> int:
+    return sum(parameter.numel() for parameter in parameters)
+
+
+def _least_s(work: Callable[[], Any]) -> float:
+    seconds = []
+    for _ in range(3):
+        begin = time.perf_counter()
+        work()
+        seconds.append(time.perf_counter() - begin)
+    return min(seconds)
+
+
+class _Sampled:
+    """Some elements of a gradient, read by their positions in all of it."""
+
+    def __init__(self, positions: Any) -> None:
+        self.positions, self.values = positions, np.zeros(positions.size, np.float32)
+
+    def __getitem__(self, positions: Any) -> Any:
+        return self.values[np.searchsorted(self.positions, positions)]

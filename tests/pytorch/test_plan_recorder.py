@@ -1,0 +1,52 @@
+"""What ``MPICOMP_PLAN=FILE`` records of a script on one rank."""
+
+import json
+import time
+
+import pytest
+import torch
+
+import mpicomp.torch
+from mpicomp.mpi import LocalWorld
+from mpicomp.policies.forecast import Job
+from mpicomp.torch import plan_recorder
+
+SLEEP_S = 0.01
+
+
+class Slow(torch.autograd.Function):
+    """Passes gradients on after a while."""
+
+    @staticmethod
+    def forward(context, value):
+        return value
+
+    @staticmethod
+    def backward(context, gradient):
+        time.sleep(SLEEP_S)
+        return gradient
+
+
+@pytest.mark.parametrize("compressor", ["dense", "topk"])
+def test_record_has_sizes_order_seconds_and_the_ranks_own_gradients(compressor, tmp_path, monkeypatch):
+    path = tmp_path / "run.json"
+    monkeypatch.setenv("MPICOMP_PLAN", str(path))
+    monkeypatch.setattr(plan_recorder.PlanRecorder, "_kernels", lambda self, slowed: {})
+    torch.manual_seed(0)
+    first, last = torch.nn.Linear(64, 32, bias=False), torch.nn.Linear(32, 8, bias=False)
+    model = torch.nn.Sequential(first, last)
+    optimizer = mpicomp.torch.DistributedOptimizer(
+        torch.optim.Adam(model.parameters(), lr=1e-4), model, compressor, warmup=0, comm=LocalWorld(1).transports[0]
+    )
+    signs = torch.randn(16, 64)
+    for _ in range(plan_recorder.STEPS):
+        optimizer.zero_grad()
+        last(Slow.apply(first(signs))).square().mean().backward()
+        optimizer.step()
+    job = Job.from_json(json.loads(path.read_text()))
+    assert job.sizes == [256, 2048]  # in the order of backward
+    assert -10 * SLEEP_S < job.ready_s[0] <= -SLEEP_S
+    assert job.ready_s[1] == 0
+    assert SLEEP_S <= job.compute_s < 10 * SLEEP_S
+    assert job.hidden == pytest.approx(2048 / 2304)  # the last layer is a head
+    assert job.statistics.signal > 0.9  # all batches are the same one, also where few elements were sent
