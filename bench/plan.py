@@ -1,4 +1,4 @@
-"""What a training takes on networks that are not here: reads a job, forecasts its exchanges, and says which is best."""
+"""A training on networks that are not here: reads a job, forecasts its exchanges, and recommends one."""
 
 import json
 import math

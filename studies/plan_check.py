@@ -47,7 +47,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure what is not in the rows yet, and print predictions and errors."""
+    """Measure cells that the rows do not have yet, and print predictions and errors."""
     networks, hosts, task = lab_jobs.read_networks(_STUDY, arguments.networks), arguments.hosts, arguments.task
     lab_jobs.check_lab(_STUDY)
     rows = study_rows.begin(_STUDY, arguments, _KEY)

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
     from mpicomp.policies.forecast import Job
 
-HELP = "tell which exchange to use on a network that is not here, and what a faster one would bring"
+HELP = "name the exchange for a network that is not here, and the gain of a faster one"
 
 _COMMAND = "plan"
 
@@ -20,7 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_plugin(parser)
     parser.set_defaults(alone=True)
     parser.description = (
-        f"{HELP[0].upper()}{HELP[1:]}. Needs no MPI. Name what trains: --from, --task, or --parameters and "
+        f"{HELP[0].upper()}{HELP[1:]}. Needs no MPI. The training is named by --from, --task, or --parameters and "
         "--step-seconds."
     )
     parser.add_argument("--hosts", default="8", metavar="N[,..]", help="numbers of hosts (%(default)s)")

@@ -139,7 +139,7 @@ class Forecaster:
         self._job, self._network, self._group, self._overlap = job, network, group, overlap
 
     def all(self) -> list[Forecast]:
-        """Return a forecast of every exchange: none, DDP's, what `auto` likely runs, top-k, and LocalMuon."""
+        """Return a forecast of every exchange: none, DDP's, the likely plan of `auto`, top-k, and LocalMuon."""
         none = Forecast("none", "", self._job.compute_s, 1.0, 0.0, None, None, None, None)
         topk = TopK(ratio=0.01)
         selected = self._row("topk 1 %", topk, self._best(topk, _MAX_BYTES), _MAX_BYTES)

@@ -1,4 +1,4 @@
-"""Records what `mpicomp plan` needs to know of a script, in its first steps: ``MPICOMP_PLAN=FILE``."""
+"""The job of a script, which `mpicomp plan` reads, recorded in its first steps: ``MPICOMP_PLAN=FILE``."""
 
 import json
 import logging
@@ -171,7 +171,9 @@ class PlanRecorder:
         if self._path is not None:
             with whole_file(self._path) as file:
                 json.dump(self.job.to_json(), file)
-            print_stderr(f"'{self._path}' has what `mpicomp plan --from {self._path}` needs to know of this script")
+            print_stderr(
+                f"'{self._path}' is the record of this script; next: mpicomp plan --from {self._path} --hosts N"
+            )
 
     def _kernels(self, slowed: float) -> dict[str, KernelCost]:
         [alone] = LocalWorld(1).transports
