@@ -148,8 +148,7 @@ class SIDCo(Estimator):
         # The threshold, and the number of elements that the stages select without corrections, over k.
         moments, candidates, corrects = search.accumulated.moments, search.candidates, self.corrections
         stride = max(1, search.numel // _SAMPLE_NUMEL) if corrects else 1
-        whole, rest = divmod(search.numel, 1024 * stride)  # of which the first 1024 are read
-        wanted = search.k * (whole * 1024 + min(rest, 1024)) / search.numel
+        wanted = search.k * _seen(search.numel, stride) / search.numel
         fitted = moments if corrects else moments._replace(nonzero=search.numel)  # the paper fits zeros too
         logarithms = None
         if self.distribution == "gamma":
@@ -184,6 +183,11 @@ class SIDCo(Estimator):
 
 def _start(ratio: float) -> int:
     return 1 if ratio >= _FIRST_SHARE else 2 if ratio >= 0.05 else 3
+
+
+def _seen(numel: int, stride: int) -> int:
+    whole, rest = divmod(numel, 1024 * stride)  # of each of which the first 1024 are read
+    return whole * 1024 + min(rest, 1024)
 
 
 def _adapt(memory: dict[str, Any], reached: float, ratio: float, climbs: bool = True) -> None:
