@@ -198,6 +198,20 @@ class PlanSelector:
         self._explorations = _EXPLORATIONS[0]
         self._reset_intervals()
 
+    def repeats(self) -> bool:
+        """Begin a step in which the last plans run and no seconds are compared; return False if it is not one."""
+        if self.measured:
+            assert self.cost is not None
+            if self._changed or self._unknown or self.cost.network.change_suspected:
+                return False
+            if (self._count + 1) % self._interval == 0:
+                return False
+        for state in self._states:
+            if state.plan is None or state.must_choose or not state.known:
+                return False
+        self._count += 1
+        return True
+
     def refresh(self, transport: Transport) -> Rounds[bool] | tuple[()]:
         """Begin a step: measure the links again if they seem to have changed; return whether they have.
 

@@ -213,6 +213,13 @@ class Policy(metaclass=Configurable):
         return
         yield
 
+    def repeats(self) -> bool:
+        """Begin a step; return whether it runs the last plans and the policy learns nothing from it, on all ranks.
+
+        Then no other method is called in this step, neither `refresh` nor `on_step_end`; otherwise all of them are.
+        """
+        return False
+
     def refresh(self, transport: Transport) -> Rounds[None] | tuple[()]:
         """Prepare this step's plans. Collective, as rounds, or an empty tuple in place of a generator without any."""
         return ()

@@ -274,6 +274,9 @@ class WarmUp(Policy):
             self._first.load_state_dict(self._first.state_dict(), self.then.cost)  # measure nothing twice
             yield from self._first.start(shapes, transport)
 
+    def repeats(self) -> bool:
+        return not self._warming and self.then.repeats()
+
     def refresh(self, transport: Transport) -> Rounds[None] | tuple[()]:
         return self._active.refresh(transport)
 

@@ -40,6 +40,9 @@ class Static(Named):
         if self._warning is not None and transport.probes:
             self._warning.start(shapes, transport.group.rank, transport.group.size)
 
+    def repeats(self) -> bool:
+        return self._warning is None and self._selector.repeats()
+
     def plan(self, bucket: int) -> Plan:
         return self._selector.plan(bucket, self._rows[bucket], "pinned" if self._pinned else "")
 

@@ -97,30 +97,30 @@ class Bucket:
         velocity = None
         if self.entry.momentum:
             velocity = Velocity(self._velocity, self._next_velocity, self.entry.momentum, self.entry.nesterov)
-        pieces, tables = self._pieces_of(gradients), self._tables
-        memory = self._accumulated
+        memory, tables = self._accumulated, self._tables
+        if self.device is HOST:
+            pieces = list(zip(self.offsets, gradients, strict=True))
+            for place, (offset, array) in enumerate(pieces):
+                if np.may_share_memory(array, memory) and not self._is_in_place(array, offset):  # a mean
+                    pieces[place] = offset, array.copy()
+        else:
+            pieces = self._pieces_on_device(gradients)
         self._sum = accumulated = Accumulated(memory, residual, pieces, False, self.threads, scale, velocity, tables)
         return accumulated
 
-    def _pieces_of(self, gradients: Sequence[Any]) -> list[tuple[int, Any]]:
+    def _pieces_on_device(self, gradients: Sequence[Any]) -> list[tuple[int, Any]]:
         memory = self._accumulated
-        if self.device is HOST:
-            gradients = self._without_means(gradients)
-        elif self.holds(gradients):
+        if self.holds(gradients):
             return [(0, self._parts[id(memory)])]
-        else:
-            gradients = [self.device.to_device(array) for array in gradients]
-            if self.holds_gradients:
-                with self.device.active():
-                    gradients = self._without_means(gradients)
-        return list(zip(self.offsets, gradients, strict=True))
-
-    def _without_means(self, gradients: Sequence[Any]) -> list[Any]:
-        shares, memory = np.may_share_memory, self._accumulated
-        return [
-            array.copy() if shares(array, memory) and not self._is_in_place(array, offset) else array
-            for array, offset in zip(gradients, self.offsets, strict=True)
-        ]
+        pieces = [(offset, self.device.to_device(array)) for offset, array in zip(self.offsets, gradients, strict=True)]
+        if not self.holds_gradients:
+            return pieces
+        with self.device.active():
+            shares = np.may_share_memory
+            return [
+                (offset, array.copy() if shares(array, memory) and not self._is_in_place(array, offset) else array)
+                for offset, array in pieces
+            ]
 
     def holds(self, gradients: Sequence[Any]) -> bool:
         """Return whether all gradients of the bucket lie where the sum is made."""

@@ -71,10 +71,9 @@ class Deaths:
     layouts: list[Layout] = field(default_factory=list)
     """Of the ranks before a death: MPI may still know their arrays."""
 
-    @property
-    def survives(self) -> bool:
+    def __post_init__(self) -> None:
+        self.survives = self.reaction != "abort"
         """Whether the other ranks continue after a death: then all agree in each step that it is applied."""
-        return self.reaction != "abort"
 
 
 class Reducer:
@@ -383,6 +382,9 @@ class Reducer:
         """Let the policy choose the plans of a step; its rounds are in ``log``. As rounds."""
         transport = self.transport
         begin, waited_s = transport.timer(), 0.0
+        if self.plans and not step.frozen and self.planner.repeats():
+            step.plans, step.surveys, step.repeats = self.plans, [None] * len(self.plans), True
+            return
         exchange = () if step.frozen else self.planner.refresh(transport)
         if exchange:
             transport.activity.purpose = "step %d", (step.record.step,)
@@ -426,12 +428,16 @@ class Reducer:
                     raise nonfinite_error(record.step, step.nonfinite, step.has_overflowed)
                 record.skipped = True
             means = step.commit(finite, record.skipped, unused)
-        try:
-            yield from self._report(step, finite)
-        except RankFailedError:
-            if not self.deaths.survives:
-                raise
-            self.deaths.found = RankFailedError("a rank has died")  # the step is applied, here and elsewhere
+        telemetry = self.telemetry
+        is_due = telemetry.work_under_way is not None or record.step % PACE_STEPS == PACE_STEPS - 1
+        if not step.frozen and (is_due or not step.repeats or telemetry.under_way):
+            try:
+                yield from self._report(step, finite)
+            except RankFailedError:
+                if not self.deaths.survives:
+                    raise
+                self.deaths.found = RankFailedError("a rank has died")  # the step is applied, here and elsewhere
+        record.slowest_rank, record.slowest_costs_s = telemetry.slowest_rank, telemetry.slowest_costs_s
         if step.damaged is not None:  # in the last message: no later one could have informed the others
             step.undo()
             self.must_check_ranks = True
@@ -454,15 +460,12 @@ class Reducer:
         return finite
 
     def _report(self, step: Step, finite: bool) -> Rounds[None]:
-        if step.frozen:
-            return
         transport, telemetry, planner, record = self.transport, self.telemetry, self.planner, step.record
         begin, first = transport.timer(), len(step.log)
         if telemetry.work_under_way is not None or record.step % PACE_STEPS == PACE_STEPS - 1:
             yield from telemetry.share_work(record.step)
-        record.slowest_rank, record.slowest_costs_s = telemetry.slowest_rank, telemetry.slowest_costs_s
         outcomes = [BucketOutcome(done.result.energy, done.result.gain, done.result.kept) for done in step.done]
-        if finite and not record.skipped:
+        if finite and not record.skipped and not step.repeats:
             planner.on_step_end(record.step, outcomes)
         if telemetry.under_way and telemetry.under_way[0][0] <= record.step:
             yield from telemetry.receive(planner, record.step)
@@ -470,7 +473,7 @@ class Reducer:
         for done in step.done:
             if done.survey is not None:
                 surveys[done.bucket.index] = done.survey
-        if step.done and (surveys or planner.wants_telemetry):
+        if step.done and not step.repeats and (surveys or planner.wants_telemetry):
             times = np.array([done.times(transport.offset) for done in step.done])
             report = StepReport(record.step, record.lr, self.plans, outcomes, times, surveys)
             yield from telemetry.publish(report, planner)

@@ -62,6 +62,8 @@ class Step:
     """The message that this rank could not read."""
     argument_problem: MpicompError | None = None
     """Error in another argument than the arrays."""
+    repeats = False
+    """Whether it runs the plans of the last step, and the policy learns nothing from it."""
     has_overflowed = False
     """Whether finite gradients have become infinite in the exchange."""
 
