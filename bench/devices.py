@@ -4,7 +4,7 @@ import importlib
 from typing import Any
 
 from mpicomp.errors import ConfigurationError, LaunchError, MpicompError
-from mpicomp.gpu.cuda import CudaDevice
+from mpicomp.gpu.cuda import CudaDevice, cuda_device
 from mpicomp.job import gpus
 
 Found = int | MpicompError  # the number of a rank's GPU, or the reason for which it has none
@@ -36,7 +36,7 @@ def device_on(command: str, found: Found) -> CudaDevice:
         cupy.cuda.Device(number).use()
     except RuntimeError as error:  # CuPy's own is one
         raise ConfigurationError(f"{command}: --device gpu: {error}; use --device cpu") from error
-    return CudaDevice(number)
+    return cuda_device(number, False)
 
 
 def current_gpu(command: str) -> CudaDevice:

@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 from mpicomp.arrays import to_host
 from mpicomp.compressors import Compressor, Dense, Sparsifier
 from mpicomp.cost import CostModel
-from mpicomp.gpu import HOST, Device
+from mpicomp.gpu import HOST, StreamOrder
+from mpicomp.gpu.routes import RouteTable
 from mpicomp.mpi import Transport
 from mpicomp.mpi.rounds import Round, dense_ring_bytes
 from mpicomp.reducer import Reducer, StepRecord
@@ -110,16 +111,19 @@ class Runner:
         self.catch_up()  # all ranks start together
         start = self._transport.clock()
         mean = reducer.reduce({NAME: gradient})[NAME]
-        device = self._gradients.device
-        device.wait_stream([mean])
+        device, order = self._gradients.device, StreamOrder()
+        device.mark([mean], order)
+        device.wait_for(order)
         device.wait()
         end = self._transport.clock()
         record = reducer.last_step
         assert record is not None
         self._note(start, end, record)
-        # Only here are the bucket's device and its measured routes known.
-        bucket = record.buckets[0]
-        self.route = _route_of(reducer.layout.buckets[0].device, bucket.sent_bytes, "allreduce" in bucket.rounds)
+        bucket, layout = record.buckets[0], reducer.layout
+        self.route = None  # only here are the bucket's device and its measured routes known
+        if layout.buckets[0].device is not HOST:
+            routes = layout.routes or RouteTable.always("staged")
+            self.route = routes.faster(bucket.sent_bytes, "allreduce" in bucket.rounds)
         if check:
             self.catch_up()
             after = None if before is None else reducer.residual(NAME)
@@ -200,13 +204,6 @@ def add_over_mpi(transport: Transport) -> Adding:
         transport.perform(Round("allreduce", (array.size,), array.dtype, send=array, recv=out))
 
     return add
-
-
-def _route_of(device: Device, nbytes: int, summed: bool) -> str | None:
-    """Return the faster GPU route for ``nbytes``, of a library's sum if ``summed``; None on the host."""
-    if device is HOST:
-        return None
-    return "staged" if device.routes is None else device.routes.faster(nbytes, summed)
 
 
 def in_turn(runners: Sequence[Runner]) -> Iterator[Runner]:

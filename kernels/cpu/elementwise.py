@@ -43,12 +43,17 @@ def _energy(array):  # type: ignore[no-untyped-def]
     return total
 
 
+@exact
+def _less_share(sent, ranks, rounding):  # type: ignore[no-untyped-def]
+    return sent - ranks * rounding
+
+
 @kernel
 def _share_rounding(exact, rounded, ranks, array, sent):  # type: ignore[no-untyped-def]
     growth = 0.0
     for i in range(exact.size):
         before = np.float64(array[i] - sent[i])
-        sent[i] -= ranks * (exact[i] - rounded[i])
+        sent[i] = _less_share(sent[i], ranks, exact[i] - rounded[i])
         after = np.float64(array[i] - sent[i])
         growth += after * after - before * before
     return growth

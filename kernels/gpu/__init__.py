@@ -43,7 +43,6 @@ from mpicomp.kernels.gpu.products import (
 from mpicomp.kernels.gpu.scatter import (
     Pieces,
     clear_at,
-    collect,
     concatenate,
     gather,
     scatter_add,
@@ -73,7 +72,7 @@ from mpicomp.kernels.gpu.sweeps import (
     tail_statistics,
 )  # fmt: skip
 from mpicomp.kernels.gpu.topk import Stats, topk
-from mpicomp.kernels.gpu.workspace import Workspace, reused_number
+from mpicomp.kernels.gpu.workspace import Workspace
 from mpicomp.kernels.sizes import index_bytes, quadratic_bytes
 from mpicomp.kernels.sizes import public_names as _public_names
 

@@ -1,6 +1,5 @@
 """Compilation and launch of the GPU sources. CuPy is not imported here: callers that pass its arrays have loaded it."""
 
-import contextlib
 import functools
 import sys
 from collections.abc import Callable, Iterable
@@ -9,7 +8,6 @@ from pathlib import Path
 from typing import Any, ParamSpec
 
 import numpy as np
-from mpicomp.kernels.cache import host_lock
 
 THREADS = 256  # threads of a block
 WARPS = THREADS // 32  # warps of a block
@@ -136,7 +134,5 @@ def _compiler() -> ThreadPoolExecutor:
 def _compile(cupy: Any, device: int, source: str, dtype: np.dtype[Any]) -> Any:
     cupy.cuda.runtime.setDevice(device)  # of this thread
     module = cupy.RawModule(code=code_of(source), options=("-std=c++17", f"-DREAL={_REAL[dtype]}"))
-    # The ranks of a host compile a source one after the other: all but the first find it in CuPy's cache.
-    with host_lock(f"{source}-{dtype}") or contextlib.nullcontext():
-        module.compile()
+    module.compile()  # CuPy keeps it on disk, by a file that appears whole
     return module

@@ -1,4 +1,4 @@
-"""Arrays to selections and back, and scattered arrays and numbers gathered into one."""
+"""Arrays to selections and back, and scattered arrays gathered into one."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,10 +7,8 @@ import numpy as np
 from mpicomp.kernels import cpu
 from mpicomp.kernels.cpu.scatter import WIRES, check_pieces
 from mpicomp.kernels.gpu.compile import launch, library, scalar_arg, strides, sweeps, twin_of
-from mpicomp.kernels.gpu.workspace import Table, reuse
 
 KINDS = {"fp16": 1, "bf16": 2}  # 0 is the dtype of the output
-NUMBERS = 8  # that one launch of `collect` takes
 
 
 @twin_of(cpu.gather)
@@ -90,21 +88,3 @@ def concatenate(pieces, out, scale=1.0, table=None):
         table.rows, table.number, *scalar_arg(scale, np.float64), out, out.size,
     )  # fmt: skip
     return table
-
-
-def collect(values: Sequence[Any]) -> Any:
-    """Copy 1 to 8 numbers of 1, 4 or 8 bytes into one array of uint64, in one launch: one copy takes them to the host.
-
-    A number has the lowest bytes of its word, the others are zero.
-    """
-    if not 1 <= len(values) <= NUMBERS:
-        raise ValueError(f"collect: 1 to {NUMBERS} numbers are taken, got {len(values)}")
-    widths = [int(value.dtype.itemsize) for value in values]
-    for value, width in zip(values, widths, strict=True):
-        if width not in (1, 4, 8) or value.size != 1:
-            raise ValueError(f"collect: {value.size} of {value.dtype} are no number of 1, 4 or 8 bytes")
-    out = reuse(Table, len(values)).all(np.uint64)
-    unused = [0] * (NUMBERS - len(values))
-    packed = sum(width << 8 * place for place, width in enumerate(widths))  # a byte for each
-    launch("pieces", "collect", np.float32, 1, *values, *unused, packed, len(values), out)
-    return out

@@ -50,7 +50,7 @@ KERNEL share_rounding(
 #pragma unroll
     for (int n = 0; n < ITEMS; ++n) {
       const Real value = as_real(values.item[n]), old_sent = as_real(shares.item[n]);
-      const Real new_sent = old_sent - receivers * (as_real(means.item[n]) - as_real(wires.item[n]));
+      const Real new_sent = old_sent - product(receivers, as_real(means.item[n]) - as_real(wires.item[n]));
       const double before = (double)(value - old_sent), after = (double)(value - new_sent);
       shares.item[n] = as_word(new_sent);
       sum[0] += after * after - before * before;

@@ -3,9 +3,9 @@
 The last block of a sweep adds up the sums of all blocks, in an order that does not depend on timing.
 """
 
-import functools
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterable
 from enum import IntEnum
 from typing import Any, TypeVar
 
@@ -22,7 +22,12 @@ class Word(IntEnum):
     TICKET, TOP, FINITE, TOTALS = range(4)
 
 
-_FREE_REFERENCES = 3  # references to a free array: of its owner, of a loop, and of the counting function
+def _references(objects: Iterable[Any]) -> list[int]:
+    return [sys.getrefcount(item) for item in objects]
+
+
+_FREE_REFERENCES = _references({0: object()}.values())[0]
+"""References to a result that nothing but its owner holds; Python's versions count them differently."""
 
 
 class Reused:
@@ -31,39 +36,39 @@ class Reused:
     To make such arrays, and to cut numbers out of them, takes the host longer than a launch.
     """
 
-    memory: Any
+    def __init__(self, size: int, dtype: Any = np.float64) -> None:
+        self.memory = library().zeros(size, dtype)
+        self.results: dict[tuple[int, Any], Any] = {}
 
-    def __init__(self) -> None:
-        self.results: dict[Any, Any] = {}
-
-    def result(self, cut: Callable[..., Any], *place: Any) -> Any:
-        """Return a 0-d array that a function cuts out, the same at every call; it is valid while it is referenced."""
-        if (cut, *place) not in self.results:
-            self.results[cut, *place] = cut(self.memory, *place)
-        return self.results[cut, *place]
-
-    def is_free(self) -> bool:
-        """Return whether no result is referenced elsewhere, so that a launch may overwrite them."""
-        return all(sys.getrefcount(result) == _FREE_REFERENCES for result in self.results.values())
+    def number(self, place: int, dtype: Any) -> Any:
+        """Return a number as a 0-d array, the same one at every call; it is valid while it is referenced."""
+        if (place, dtype) not in self.results:
+            self.results[place, dtype] = self.memory[place : place + 1].view(dtype)[0]
+        return self.results[place, dtype]
 
 
 ReusedType = TypeVar("ReusedType", bound=Reused)
 
 
+class Pools(threading.local):
+    """Memory of a thread's launches, by device, stream and shape."""
+
+    def __init__(self) -> None:
+        self.by_key: dict[Any, list[Any]] = {}
+
+
+pools = Pools()
+
+
 def reuse(make: Callable[..., ReusedType], *shape: Any) -> ReusedType:
-    """Return ``make(*shape)`` for a launch of the current stream: a free one, if there is one."""
-    cupy = library()
-    pool = _pool(cupy, cupy.cuda.runtime.getDevice(), cupy.cuda.get_current_stream().ptr, make, *shape)
+    """Return ``make(*shape)`` for a launch of the current stream: one without results in use, if there is one."""
+    cuda = library().cuda
+    pool = pools.by_key.setdefault((cuda.runtime.getDevice(), cuda.get_current_stream().ptr, make, *shape), [])
     for found in pool:
-        if found.is_free():
+        if all(count == _FREE_REFERENCES for count in _references(found.results.values())):
             return found  # type: ignore[no-any-return]
     pool.append(make(*shape))
     return pool[-1]  # type: ignore[no-any-return]
-
-
-@functools.cache
-def _pool(cupy: Any, device: int, stream: int, *key: Any) -> list[Any]:
-    return []
 
 
 class Partials(Reused):
@@ -74,69 +79,39 @@ class Partials(Reused):
     """
 
     def __init__(self, blocks: int, columns: int, top: bool = False) -> None:
-        super().__init__()
-        self.memory = library().zeros(Word.TOTALS + columns + (columns + top) * blocks, np.float64)
+        super().__init__(Word.TOTALS + columns + (columns + top) * blocks)
 
     def total(self, column: int) -> Any:
         """Return a sum as a 0-d array."""
-        return self.result(_number, Word.TOTALS + column, np.float64)
+        return self.number(Word.TOTALS + column, np.float64)
 
     def count(self) -> Any:
         """Return the sum of the first column, where the sweep makes an integer of it."""
-        return self.result(_number, Word.TOTALS, np.int64)
+        return self.number(Word.TOTALS, np.int64)
 
     def top(self) -> Any:
         """Return the largest magnitude bits, as uint64."""
-        return self.result(_number, Word.TOP, np.uint64)
+        return self.number(Word.TOP, np.uint64)
 
     def finite(self) -> Any:
         """Return whether all elements are finite numbers, as a 0-d array."""
-        return self.result(_number, Word.FINITE, np.bool_)
+        return self.number(Word.FINITE, np.bool_)
 
 
 class Verdict(Reused):
     """Result of a launch that checks its input."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.memory = library().zeros(3, np.uint64)
+        super().__init__(3, np.uint64)
 
     def good(self) -> Any:
         """Return whether no fault was found, as a 0-d array."""
-        return self.result(_number, 2, np.bool_)
-
-
-class Table(Reused):
-    """A few numbers of 64 bits."""
-
-    def __init__(self, size: int) -> None:
-        super().__init__()
-        self.memory = library().empty(size, np.uint64)
-
-    def all(self, dtype: Any) -> Any:
-        """Return all numbers as a flat array."""
-        return self.result(_all, dtype)
-
-
-def reused_number() -> Any:
-    """Return an array of one uint64, not cleared, whose memory is used again once it is free."""
-    return reuse(Table, 1).all(np.uint64)
+        return self.number(2, np.bool_)
 
 
 def table_of_rows(rows: Any) -> Any:
-    """Return rows of integers on the device, flat, until the next launch of this stream that takes as many."""
-    flat = np.array(rows, np.int64).reshape(-1)
-    memory = reuse(Table, flat.size).memory
-    memory.set(flat.view(np.uint64))
-    return memory
-
-
-def _all(memory: Any, dtype: Any) -> Any:
-    return memory[:].view(dtype)
-
-
-def _number(memory: Any, place: int, dtype: Any) -> Any:
-    return memory[place : place + 1].view(dtype)[0]
+    """Return rows of integers on the device, flat; they get there by pinned memory of CuPy's."""
+    return library().asarray(np.array(rows, np.int64).reshape(-1))
 
 
 class Fit(IntEnum):

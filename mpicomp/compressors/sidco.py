@@ -118,7 +118,7 @@ class SIDCo(Estimator):
         indices = workspace.array("sidco.indices", room, np.uint32)
         values = workspace.array("sidco.values", room, accumulated.dtype)
         count = workspace.array("sidco.count", 1, np.int64)
-        bound, following = bounds_for(accumulated, context, "sidco.candidates")
+        bound, following = bounds_for(context, "sidco.candidates")
         sidco, scratch = accumulated.kernels.sidco, scratch_for(accumulated, context, k)
         made = accumulated.fused(
             lambda *arrays: sidco(

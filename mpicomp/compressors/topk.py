@@ -149,20 +149,21 @@ def scratch_for(accumulated: Accumulated, context: Context, k: int) -> Any:
     return context.workspace.made(("fused", numel, room, dtype), lambda: make(numel, room, dtype))
 
 
-def bounds_for(accumulated: Accumulated, context: Context, name: str) -> tuple[Any, Any]:
+def bounds_for(context: Context, name: str) -> tuple[Any, Any]:
     """Return the array of one number that bounds a step's candidates, and another for the next step's bound.
 
     A step that is undone brings the first one back.
     """
-    found = context.memory.get(name)
-    bound = current_device().zeros(1, np.uint64) if found is None else current_device().to_device(found)
-    following = context.memory[name] = accumulated.kernels.reused_number()
+    device, found = current_device(), context.memory.get(name)
+    bound = device.zeros(1, np.uint64) if found is None else device.to_device(found)
+    one, other = context.workspace.made((name, 2), lambda: (device.zeros(1, np.uint64), device.zeros(1, np.uint64)))
+    following = context.memory[name] = other if bound is one else one
     return bound, following
 
 
 def _fused(accumulated: Accumulated, context: Context, k: int) -> Selection:
     topk = accumulated.kernels.topk
-    scratch, (bound, following) = scratch_for(accumulated, context, k), bounds_for(accumulated, context, "topk.bound")
+    scratch, (bound, following) = scratch_for(accumulated, context, k), bounds_for(context, "topk.bound")
     indices = context.workspace.array("topk.indices", k, np.uint32)
     values = context.workspace.array("topk.values", k, accumulated.dtype)
     accumulated.fused(lambda *arrays: topk(*arrays, bound, indices, values, scratch, following))

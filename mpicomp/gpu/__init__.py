@@ -2,9 +2,18 @@
 
 from mpicomp.gpu.arrays import device_array
 from mpicomp.gpu.cuda import common_device, on_device
-from mpicomp.gpu.device import HOST, Device, MeanPart, current_device, pick, received_on_host, to_python
+from mpicomp.gpu.device import (
+    HOST,
+    Device,
+    MeanPart,
+    StreamOrder,
+    current_device,
+    pick,
+    received_on_host,
+    to_python,
+)
 
 __all__ = [
-    "HOST", "Device", "MeanPart", "common_device", "current_device", "device_array", "on_device", "pick",
+    "HOST", "Device", "MeanPart", "StreamOrder", "common_device", "current_device", "device_array", "on_device", "pick",
     "received_on_host", "to_python",
 ]  # fmt: skip

@@ -1,29 +1,23 @@
-"""A GPU: CuPy's arrays, one stream, and copies that are counted."""
+"""A GPU: CuPy's arrays, one stream, pinned memory, and copies that are counted."""
 
 import contextlib
 import functools
-import struct
 import sys
+import threading
 import warnings
-import weakref
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from mpicomp import kernels
 from mpicomp.arrays import as_kind_of, narrow, to_host
 from mpicomp.gpu.arrays import DeviceArray, device_array, streams_of
-from mpicomp.gpu.device import HOST, Device, MeanPart, activated
+from mpicomp.gpu.device import HOST, Device, MeanPart, StreamOrder, activated, current_device, current_landing
 
-_BATCH_NUMBERS = 8  # numbers of 8 bytes that `collect` packs for one read
-_FORMATS: dict[type, str] = {
-    np.bool_: "?7x", np.int32: "i4x", np.uint32: "I4x", np.float32: "f4x",
-    np.int64: "q", np.uint64: "Q", np.float64: "d",
-}  # fmt: skip
-"""Format of the word of `collect`, by type of number: the lowest bytes of the word are the number's."""
+_ALIGNMENT = 16  # bytes of parts of pinned memory
 _in_use: list[int] = []  # number of the first GPU that a bucket lived on
 
 
@@ -36,7 +30,7 @@ def common_device(arrays: Sequence[Any]) -> Device:
     numbers = {attributes(array.address).device for array in found if array is not None and array.size}
     if len(numbers) != 1:
         return HOST
-    return CudaDevice(numbers.pop(), of_torch=all(getattr(array, "is_cuda", False) for array in arrays))
+    return cuda_device(numbers.pop(), all(getattr(array, "is_cuda", False) for array in arrays))
 
 
 def on_device(arrays: Iterable[Any]) -> bool:
@@ -69,36 +63,50 @@ def _has_cupy() -> bool:
         return False
 
 
-def _allocator_of_torch(cupy: Any, stream: int) -> Any:
-    """Return CuPy's way to take memory for a stream from torch, whose tools then show it and return it."""
-    memory = sys.modules["torch"].cuda
+def _allocator_of_torch(cuda: Any, number: int, stream: int) -> Callable[[int], Any]:
+    """Return CuPy's way to take memory from torch, whose tools then show it and return it.
 
-    def allocate(nbytes: int, number: int) -> int:
+    It comes from the pool of torch's current stream, not from one of our stream's, which torch would keep apart.
+    """
+    torch: Any = sys.modules["torch"]
+    ours = torch.cuda.ExternalStream(stream, device=number)
+
+    def allocate(nbytes: int) -> Any:
         try:
-            address: int = memory.caching_allocator_alloc(nbytes, number, stream)
-        except memory.OutOfMemoryError as error:
+            memory = torch.empty(nbytes, dtype=torch.uint8, device=f"cuda:{number}")
+        except torch.cuda.OutOfMemoryError as error:
             raise MemoryError(f"GPU {number}: torch's allocator has no {nbytes:,} bytes") from error
-        return address
+        if nbytes:
+            ours.wait_stream(torch.cuda.current_stream(number))  # whose work may still use it, freed before
+            memory.record_stream(ours)  # freed, it is kept until the work here that uses it is done
+        return cuda.MemoryPointer(cuda.UnownedMemory(memory.data_ptr(), nbytes, memory, number), 0)
 
-    def free(address: int, number: int) -> None:
-        memory.caching_allocator_delete(address)
-
-    return cupy.cuda.PythonFunctionAllocator(allocate, free).malloc
+    return allocate
 
 
 @dataclass(eq=False)
 class _Pinned:
     memory: NDArray[np.uint8]
     free: Any
-    busy: bool = False
+    busy: bool = True
+
+
+@dataclass
+class Landing:
+    """Pinned memory in use by one exchange."""
+
+    arrived: list[tuple[Any, _Pinned]] = field(default_factory=list)
+    """The arrays that the last round has received, for `received_on_host`."""
+    fetched: list[_Pinned] = field(default_factory=list)
+    """Memory that `fetch_head` returned, in use until the exchange ends."""
 
 
 class CudaDevice(Device):
-    """One GPU, for one bucket; CuPy has to be loaded.
+    """One GPU; CuPy has to be loaded. `cuda_device` returns the one that all buckets of a process share.
 
-    All work goes into a stream that no other stream waits for. `wait_stream` and `unflatten` order it with other
-    streams by events; the host waits in `to_python`, `to_host` and `received_on_host` only. ``of_torch`` takes memory
-    from torch's caching allocator, in place of CuPy's.
+    All work goes into a stream that no other stream waits for. `mark`, `wait_for` and `unflatten` order it with other
+    streams by events; the host waits in `to_python`, `to_host`, `fetch_head` and `received_on_host` only. ``of_torch``
+    takes memory from torch's caching allocator, in place of CuPy's.
     """
 
     def __init__(self, number: int, of_torch: bool = False) -> None:
@@ -107,25 +115,35 @@ class CudaDevice(Device):
         self.number: int = number
         if not _in_use:
             _in_use.append(number)
-        with cuda.Device(number):
+        with self.current():
             self.stream = cuda.Stream(non_blocking=True)
-            # A thread that sleeps until an event would be woken late, for each short message.
-            self._mark, self._other_mark = (cuda.Event(disable_timing=True) for _ in range(2))
         # How often the host has waited for numbers, and bytes that were copied.
         self.reads = self.to_host_bytes = self.from_host_bytes = 0
-        self._allocator = _allocator_of_torch(self._cupy, self.stream.ptr) if of_torch else None
-        self._reading_streams: set[int] = set()  # streams that may still read the last means
+        self._allocator = _allocator_of_torch(cuda, number, self.stream.ptr) if of_torch else None
         self._pinned: list[_Pinned] = []
-        self._head: _Pinned | None = None
-        self._landed: list[tuple[int, NDArray[np.uint8], _Pinned]] = []
-        # Pinned memory goes back to CuPy's pool with this object: not before the copies are done.
-        weakref.finalize(self, self.stream.synchronize).atexit = False
+        self._taking = threading.Lock()  # of pinned memory: a thread that reads a record may meet one that exchanges
 
     @contextlib.contextmanager
-    def active(self) -> Iterator[None]:
+    def current(self) -> Iterator[None]:
+        """Make the GPU current in this thread; for good where none was: to return would take memory of GPU 0."""
+        runtime = self._cuda.runtime
+        before = runtime.getDevice() if self._cuda.driver.ctxGetCurrent() else None
+        if before != self.number:
+            runtime.setDevice(self.number)
+        try:
+            yield
+        finally:
+            if before not in (None, self.number):
+                runtime.setDevice(before)
+
+    @contextlib.contextmanager
+    def active(self, landing: Any = None) -> Iterator[None]:
+        if current_device() is self and landing is None:
+            yield
+            return
         with contextlib.ExitStack() as stack:
-            stack.enter_context(activated(self))
-            stack.enter_context(self._cuda.Device(self.number))
+            stack.enter_context(activated(self, landing))
+            stack.enter_context(self.current())
             stack.enter_context(self.stream)
             if self._allocator is not None:
                 stack.enter_context(self._cuda.using_allocator(self._allocator))
@@ -140,36 +158,38 @@ class CudaDevice(Device):
             return self._cupy.zeros(size, dtype)
 
     def to_python(self, *values: Any) -> Sequence[Any]:
-        on_device = [position for position, value in enumerate(values) if isinstance(value, self._cupy.ndarray)]
-        if not on_device:
+        places = [place for place, value in enumerate(values) if isinstance(value, self._cupy.ndarray)]
+        if not places:
             return values
+        self.reads += 1
         numbers = list(values)
-        for start in range(0, len(on_device), _BATCH_NUMBERS):
-            batch = on_device[start : start + _BATCH_NUMBERS]
-            self.reads += 1
-            if len(batch) == 1:
-                numbers[batch[0]] = self.to_host(values[batch[0]]).item()
-                continue
-            with self.active():
-                packed = kernels.of(values[batch[0]]).collect([values[position] for position in batch])
-            layout = "".join(_FORMATS[values[position].dtype.type] for position in batch)
-            for position, number in zip(batch, struct.unpack(f"={layout}", self.to_host(packed).data), strict=True):
-                numbers[position] = number
+        for place, array in zip(places, self.to_host_all([values[place] for place in places]), strict=True):
+            numbers[place] = array.item()
         return numbers
 
     def to_host(self, array: Any) -> NDArray[Any]:
-        if isinstance(array, np.ndarray):
-            return array
-        host = np.empty(array.shape, array.dtype)
-        if not array.flags.c_contiguous:
-            with self.active():
-                array = array.copy()
-        if array.size:
-            pinned = self.begin_fetch(array)
-            self.wait()
-            np.copyto(host, pinned.memory[: array.nbytes].view(array.dtype).reshape(array.shape))
-            pinned.busy = False
-        return host
+        return array if isinstance(array, np.ndarray) else self.to_host_all([array])[0]
+
+    def to_host_all(self, arrays: Sequence[Any]) -> list[NDArray[Any]]:
+        pinned, found = self._fetch(arrays)
+        copies = [array.copy() for array in found]
+        pinned.busy = False
+        return copies
+
+    def _fetch(self, arrays: Sequence[Any]) -> tuple[_Pinned, list[NDArray[Any]]]:
+        """Copy arrays of the GPU to pinned memory and wait; return it, which is busy, and its parts."""
+        starts = [0, *accumulate(-(-array.nbytes // _ALIGNMENT) * _ALIGNMENT for array in arrays)]
+        pinned = self.pinned(starts[-1])
+        for array, start in zip(arrays, starts, strict=False):
+            if not array.flags.c_contiguous:
+                with self.active():
+                    array = array.copy()
+            self._copy_to_host(array, pinned, start)
+        self.wait()
+        memory, places = pinned.memory, zip(arrays, starts, strict=False)
+        return pinned, [
+            memory[start : start + array.nbytes].view(array.dtype).reshape(array.shape) for array, start in places
+        ]
 
     def to_device(self, array: Any) -> Any:
         if isinstance(array, self._cupy.ndarray) and array.dtype.kind != "V":
@@ -184,18 +204,9 @@ class CudaDevice(Device):
         return copy
 
     def fetch_head(self, array: Any, nbytes: int, *numbers: Any) -> tuple[NDArray[np.uint8], list[Any]]:
-        if self._head is not None:
-            self._head.busy = False
-        self._head = head = self.begin_fetch(array[:nbytes])
-        fetched = [self.begin_fetch(number) for number in numbers]
-        self.wait()
-        for pinned in fetched:
-            pinned.busy = False
-        found = [
-            pinned.memory[: number.nbytes].view(number.dtype)[0].item()
-            for pinned, number in zip(fetched, numbers, strict=True)
-        ]
-        return head.memory[:nbytes], found
+        pinned, (head, *found) = self._fetch([array[:nbytes], *numbers])
+        current_landing().fetched.append(pinned)
+        return head, [number.item() for number in found]
 
     def assign(self, out: Any, values: NDArray[Any]) -> None:
         if not out.size:
@@ -205,87 +216,88 @@ class CudaDevice(Device):
         self.send(pinned, 0, out)
         self.release(pinned)
 
-    def received_on_host(self, array: Any) -> NDArray[Any]:
+    def received_on_host(self, arrays: Sequence[Any]) -> list[NDArray[Any]]:
+        found = [self._landed(array) for array in arrays]
+        missing = [array for array, landed in zip(arrays, found, strict=True) if landed is None]
+        copies = iter(self.to_host_all(missing) if missing else ())
+        return [next(copies) if landed is None else landed for landed in found]
+
+    def _landed(self, array: Any) -> NDArray[Any] | None:
         if isinstance(array, np.ndarray):
             return array
-        start, nbytes = array.data.ptr, array.nbytes
-        for address, host, _ in self._landed:
-            if address <= start and start + nbytes <= address + host.nbytes:
-                part: NDArray[Any] = host[start - address : start - address + nbytes].view(array.dtype)
+        for received, pinned in current_landing().arrived:
+            start = array.data.ptr - received.data.ptr
+            if start >= 0 and start + array.nbytes <= received.nbytes:
+                part: NDArray[Any] = pinned.memory[start : start + array.nbytes].view(array.dtype)
                 return part.reshape(array.shape)
-        return self.to_host(array)
+        return None
 
-    def wait_stream(self, arrays: Sequence[Any]) -> None:
-        streams = streams_of(arrays) | self._reading_streams
-        self._reading_streams.clear()
-        with self._cuda.Device(self.number):  # whose default streams 1 and 2 stand for
+    def mark(self, arrays: Sequence[Any], order: StreamOrder) -> None:
+        streams = streams_of(arrays) | order.readers
+        order.readers.clear()
+        with self.current():  # whose default streams 1 and 2 stand for
             for stream in streams - {self.stream.ptr}:
-                self._cuda.runtime.eventRecord(self._other_mark.ptr, stream)
-                self.stream.wait_event(self._other_mark)
+                if stream not in order.events:
+                    order.events[stream] = self._cuda.Event(disable_timing=True)
+                self._cuda.runtime.eventRecord(order.events[stream].ptr, stream)
 
-    def unflatten(self, mean: Any, parts: Sequence[MeanPart]) -> list[Any]:
+    def wait_for(self, order: StreamOrder) -> None:
+        for event in list(order.events.values()):  # another thread may be marking
+            self.stream.wait_event(event)
+
+    def unflatten(self, mean: Any, parts: Sequence[MeanPart], order: StreamOrder) -> list[Any]:
         # Work that is put into the libraries' current streams from now on finds the means there.
+        streams = streams_of(part.like for part in parts)
         with self.active():
             for part in parts:
                 if part.out is not None:
                     narrow(part.cut(mean), part.described.dtype, part.out)
-        streams = streams_of(part.like for part in parts)
-        if streams:
-            self._mark.record(self.stream)
-            with self._cuda.Device(self.number):
+            if streams:
+                order.made = order.made or self._cuda.Event(disable_timing=True)
+                order.made.record(self.stream)
                 for stream in streams:
-                    self._cuda.runtime.streamWaitEvent(stream, self._mark.ptr)
-        self._reading_streams |= streams
+                    self._cuda.runtime.streamWaitEvent(stream, order.made.ptr)
+        order.readers |= streams
         return list(self._as_kinds_of(mean, parts))
 
     def wait(self) -> None:
-        self._mark.record(self.stream)
-        self._mark.synchronize()
+        self.stream.synchronize()
 
     # For routes: pinned memory, and copies in parts.
+
+    def pinned(self, nbytes: int) -> _Pinned:
+        """Return pinned memory of at least ``nbytes``, busy until it is released."""
+        with self._taking:
+            fitting = [pinned for pinned in self._pinned if not pinned.busy and pinned.memory.size >= nbytes]
+            found = min(fitting, key=lambda pinned: pinned.memory.size, default=None)
+            if found is None:
+                # A power of two, so that lengths that vary from step to step reuse memory.
+                from cupyx import empty_pinned
+
+                with self.current():
+                    memory = empty_pinned(max(4096, 1 << (nbytes - 1).bit_length()), np.uint8)
+                    found = _Pinned(memory, self._cuda.Event(disable_timing=True))
+                self._pinned.append(found)
+            found.busy = True
+        found.free.synchronize()
+        return found
 
     def begin_fetch(self, array: Any) -> _Pinned:
         """Return pinned memory into which an array is being copied; `wait` before it is read."""
         pinned = self.pinned(array.nbytes)
-        self.to_host_bytes += array.nbytes
-        self._copy(pinned.memory.ctypes.data, array.data.ptr, array.nbytes, self._cuda.runtime.memcpyDeviceToHost)
+        self._copy_to_host(array, pinned, 0)
         return pinned
 
-    def pinned(self, nbytes: int) -> _Pinned:
-        """Return pinned memory of at least ``nbytes``."""
-        fitting = [pinned for pinned in self._pinned if not pinned.busy and pinned.memory.size >= nbytes]
-        if fitting:
-            smallest = min(fitting, key=lambda pinned: pinned.memory.size)
-            smallest.free.synchronize()
-        else:
-            # A power of two, so that lengths that vary from step to step reuse memory.
-            from cupyx import empty_pinned
-
-            with self._cuda.Device(self.number):
-                memory = empty_pinned(max(4096, 1 << (nbytes - 1).bit_length()), np.uint8)
-                smallest = _Pinned(memory, self._cuda.Event(disable_timing=True))
-            self._pinned.append(smallest)
-        smallest.busy = True
-        return smallest
+    def _copy_to_host(self, array: Any, pinned: _Pinned, start: int) -> None:
+        self.to_host_bytes += array.nbytes
+        to, kind = pinned.memory.ctypes.data + start, self._cuda.runtime.memcpyDeviceToHost
+        self._cuda.runtime.memcpyAsync(to, array.data.ptr, array.nbytes, kind, self.stream.ptr)
 
     def send(self, pinned: _Pinned, start: int, out: Any) -> None:
         """Begin to copy pinned memory, from a byte on, to a contiguous array."""
         self.from_host_bytes += out.nbytes
-        address = pinned.memory.ctypes.data + start
-        self._copy(out.data.ptr, address, out.nbytes, self._cuda.runtime.memcpyHostToDevice)
-
-    def _copy(self, to: int, start: int, nbytes: int, kind: int) -> None:
-        self._cuda.runtime.memcpyAsync(to, start, nbytes, kind, self.stream.ptr)
-
-    def keep_received(self, pinned: _Pinned, out: Any) -> None:
-        """Keep the pinned memory by which an array was received, for `received_on_host`, until the next round."""
-        self._landed.append((out.data.ptr, pinned.memory[: out.nbytes], pinned))
-
-    def release_received(self) -> None:
-        """Release the pinned memory of received arrays: another round begins."""
-        for *_, pinned in self._landed:
-            self.release(pinned)
-        self._landed.clear()
+        start, kind = pinned.memory.ctypes.data + start, self._cuda.runtime.memcpyHostToDevice
+        self._cuda.runtime.memcpyAsync(out.data.ptr, start, out.nbytes, kind, self.stream.ptr)
 
     def release(self, pinned: _Pinned) -> None:
         """Release pinned memory, to be written to when the copies that were begun have been made."""
@@ -312,3 +324,7 @@ class CudaDevice(Device):
         memory = self._cuda.UnownedMemory(found.address + low, nbytes, array, self.number)
         pointer = self._cuda.MemoryPointer(memory, -low)
         return self._cupy.ndarray(found.shape, found.dtype, pointer, found.strides)
+
+
+cuda_device = functools.cache(CudaDevice)
+"""Return the device of a GPU's number, and whether its memory is torch's, one object for the whole process."""

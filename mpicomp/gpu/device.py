@@ -5,6 +5,7 @@ import mmap
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,6 +30,18 @@ class MeanPart(NamedTuple):
         return mean[self.start : self.start + self.described.numel]
 
 
+@dataclass
+class StreamOrder:
+    """Order of a bucket's work among the streams of its gradients and means."""
+
+    events: dict[int, Any] = field(default_factory=dict)
+    """The last event of each stream that the next exchange has to wait for."""
+    readers: set[int] = field(default_factory=set)
+    """Streams that may still read the last means."""
+    made: Any = None
+    """Event after which the last means are there."""
+
+
 class Device:
     """The device of a bucket's arrays: the host, except in derived classes.
 
@@ -39,12 +52,9 @@ class Device:
     ----------
     number : int or None
         Number of the GPU; None for the host.
-    routes : mpicomp.gpu.routes.RouteTable or None
-        Measured seconds of its routes to MPI; without it messages are staged.
     """
 
     number: int | None = None
-    routes: Any = None
 
     def empty(self, size: int, dtype: DTypeLike) -> Any:
         """Return a new array, shape (size,), not cleared."""
@@ -54,8 +64,8 @@ class Device:
         """Return a new array of zeros, shape (size,)."""
         return _mapped(size, dtype) if size * np.dtype(dtype).itemsize >= _MAPPED_BYTES else np.zeros(size, dtype)
 
-    def active(self) -> AbstractContextManager[Any]:
-        """Make the device and its stream current in this thread."""
+    def active(self, landing: Any = None) -> AbstractContextManager[Any]:
+        """Make the device and its stream current in this thread, for an exchange with its pinned memory."""
         return contextlib.nullcontext()
 
     def to_python(self, *values: Any) -> Sequence[Any]:
@@ -75,24 +85,26 @@ class Device:
         """Copy values of the host to an array of this device."""
         out[:] = values
 
-    def wait_stream(self, arrays: Sequence[Any]) -> None:
-        """Order later work here after the current streams of the calling thread that make these arrays."""
+    def mark(self, arrays: Sequence[Any], order: StreamOrder) -> None:
+        """Note how far the streams have come that make these arrays: the calling thread's current ones."""
+
+    def wait_for(self, order: StreamOrder) -> None:
+        """Let later work of this device wait for all that was marked."""
 
     def wait(self) -> None:
         """Wait until all work of this device's stream is done."""
 
     def fetch_head(self, array: Any, nbytes: int, *numbers: Any) -> tuple[NDArray[np.uint8], list[Any]]:
-        """Return the first bytes of a device's array, valid until the next call, and numbers, with one wait."""
+        """Return the first bytes of a device's array, valid until the exchange ends, and numbers, with one wait."""
         raise NotImplementedError("an array on the host needs no copy")
 
-    def unflatten(self, mean: Any, parts: Sequence[MeanPart]) -> list[Any]:
+    def unflatten(self, mean: Any, parts: Sequence[MeanPart], order: StreamOrder) -> list[Any]:
         """Return parts of a flat mean of this device as the kinds of arrays that came in."""
         raise NotImplementedError("means on the host are unflattened by mpicomp.arrays.from_host")
 
-    def received_on_host(self, array: Any) -> NDArray[Any]:
-        """Return a short part of a received array, in host memory."""
-        host: NDArray[Any] = array
-        return host
+    def received_on_host(self, arrays: Sequence[Any]) -> list[NDArray[Any]]:
+        """Return short parts of a received array in host memory, with one wait at most."""
+        return list(arrays)
 
 
 def _mapped(size: int, dtype: DTypeLike) -> NDArray[Any]:
@@ -117,15 +129,20 @@ def current_device() -> Device:
     return device
 
 
+def current_landing() -> Any:
+    """Return the pinned memory of the exchange under way in this thread."""
+    return _thread.landing
+
+
 @contextlib.contextmanager
-def activated(device: Device) -> Iterator[None]:
-    """Let `current_device` return a device in this thread."""
-    before = current_device()
-    _thread.device = device
+def activated(device: Device, landing: Any = None) -> Iterator[None]:
+    """Let `current_device` and `current_landing` return these in this thread."""
+    before = current_device(), getattr(_thread, "landing", None)
+    _thread.device, _thread.landing = device, landing
     try:
         yield
     finally:
-        _thread.device = before
+        _thread.device, _thread.landing = before
 
 
 def to_python(*values: Any) -> Sequence[Any]:
@@ -141,4 +158,4 @@ def pick(array: Any, positions: Sequence[int]) -> NDArray[Any]:
 
 def received_on_host(array: Any) -> NDArray[Any]:
     """Return a short part of a received array, in host memory; a staged message is there already."""
-    return array if type(array) is np.ndarray else current_device().received_on_host(array)
+    return array if type(array) is np.ndarray else current_device().received_on_host([array])[0]

@@ -1,8 +1,9 @@
 """Routes by which the arrays of a round reach MPI from a GPU, and which of them is faster.
 
 An exchange asks for rounds on arrays of its device. On the ``staged`` route the message alone goes through pinned
-memory of the host, both ways; on the ``direct`` route MPI reads and writes the device's memory. Transports know
-neither: the arrays that they get behave as arrays of the host do.
+memory of the host, both ways; on the ``direct`` route MPI reads and writes the device's memory. To transports the
+arrays behave as arrays of the host do, but collective calls on the device's memory block: Open MPI has no non-blocking
+sum of it.
 
 ``python -m mpicomp.gpu.routes`` passes MPI a pointer to GPU memory: one rank sends an array of a device to itself, and
 sums it. It exits with 0 where the numbers are right, 1 where they are wrong, and `mpicomp.job.cuda_aware.NO_GPU`
@@ -10,6 +11,7 @@ without a GPU or CuPy. A library that takes the pointer for one of the host ends
 `mpicomp.job.cuda_aware.probe` starts it as a child.
 """
 
+import contextlib
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,6 +20,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from mpicomp.gpu.cuda import Landing
 from mpicomp.gpu.device import HOST, Device
 from mpicomp.job.cuda_aware import NO_GPU
 from mpicomp.mpi.rounds import Pending, Returned, Round, Rounds, advance, gather_rows
@@ -32,32 +35,31 @@ _REPEATS = 4  # the first one opens connections and registers memory
 _COMPARED_ELEMENTS = 4099  # float32 whose sums are compared
 _SELF_TEST_ELEMENTS = 1 << 18
 _SINGLE = np.dtype(np.float32)
-_BYTE = np.dtype(np.uint8)
 
 
 @dataclass(frozen=True)
 class RouteTable:
     """Measured seconds of both routes, the same on all ranks.
 
-    >>> table = RouteTable((1_000, 100_000), {"direct": (4e-6, 8e-5), "staged": (9e-6, 5e-5)}, True)
+    >>> table = RouteTable((1_000, 100_000), {"direct": (4e-6, 8e-5), "staged": (9e-6, 5e-5)})
     >>> table.faster(2_000), table.faster(90_000), table.faster(10**9)
     ('direct', 'staged', 'staged')
     >>> sums = {"direct": (2e-3, 9e-3), "staged": (3e-5, 1e-4)}
-    >>> RouteTable(table.sizes, table.seconds, True, sums).faster(2_000, summed=True)
+    >>> RouteTable(table.sizes, table.seconds, sums).faster(2_000, summed=True)
     'staged'
     """
 
     sizes: Sequence[int]  # bytes, ascending
     seconds: Mapping[str, Sequence[float]]  # seconds of each size, by route
-    # Whether a library's sum of floating numbers on the direct route has the same bits on all ranks.
-    identical_sums: bool
     # Seconds of a library's sum of as many bytes, which may be slow where messages are fast; ``seconds`` by default.
     sums: Mapping[str, Sequence[float]] | None = None
+    identical_sums: bool = True
+    """Whether a library's sum of floating numbers on the direct route has the same bits on all ranks."""
 
     @classmethod
     def always(cls, route: str) -> "RouteTable":
         """Return one that takes a route for every message."""
-        return cls((1,), {route: (1.0,)}, identical_sums=True)
+        return cls((1,), {route: (1.0,)})
 
     def faster(self, nbytes: int, summed: bool = False) -> str:
         """Return the faster route for ``nbytes``, interpolated between the sizes."""
@@ -65,50 +67,61 @@ class RouteTable:
         seconds = self.sums if summed and self.sums is not None else self.seconds
         return min(seconds, key=lambda route: float(np.interp(position, sizes, np.log(seconds[route]))))
 
-
-def faster_route(device: Device, task: Round) -> str:
-    """Return the faster route for a round; staged where nothing was measured."""
-    routes: RouteTable | None = device.routes
-    if routes is None:
-        return "staged"
-    summed = task.operation == "allreduce"
-    if summed and task.dtype.kind == "f" and not routes.identical_sums:
-        return "staged"
-    return routes.faster(max(array.nbytes for array in (task.send, task.recv) if array is not None), summed)
+    def route_of(self, task: Round) -> str:
+        """Return the faster route for a round, from its shape alone: all ranks have to make the same MPI calls."""
+        summed = task.operation == "allreduce"
+        if summed and task.dtype.kind == "f" and not self.identical_sums:
+            return "staged"
+        return self.faster(sum(task.counts) * task.dtype.itemsize, summed)
 
 
-def run_on_device(device: Device, exchange: Rounds[Value], route: str | None = None) -> Rounds[Value]:
-    """Run an exchange on its device, active while it computes, and pass its rounds on by a route. As rounds."""
+def run_on_device(device: Device, exchange: Rounds[Value], routes: RouteTable | None = None) -> Rounds[Value]:
+    """Run an exchange on its device, active while it computes, and pass its rounds on. As rounds.
+
+    Without measured ``routes`` messages are staged.
+    """
     if device is HOST:
         return (yield from exchange)
-    staged_rounds: dict[Pending, _RoutedRound] = {}
+    gpu: Any = device
+    landing, pending = Landing(), dict[Pending, _RoutedRound]()
     reply: Any = None
-    while True:
-        with device.active():
-            request = advance(exchange, reply)
-            if isinstance(request, Returned):
-                return request.value
-            routed = staged_rounds.pop(request) if isinstance(request, Pending) else _begin(device, request, route)
-        if isinstance(request, Pending):
-            yield request
-            reply = routed.finish()
-        elif request.background:
-            reply = yield routed.task
-            staged_rounds[reply] = routed
-        else:
-            yield routed.task
-            reply = routed.finish()
+    try:
+        while True:
+            with gpu.active(landing):
+                request = advance(exchange, reply)
+                if isinstance(request, Returned):
+                    return request.value
+                if isinstance(request, Pending):
+                    routed = pending.pop(request)
+                else:
+                    _release(gpu, landing)
+                    routed = _routed(gpu, landing, request, routes)
+            asked = request if isinstance(request, Pending) else routed.task
+            # MPI may call CUDA, which works in the current context.
+            with gpu.current() if isinstance(routed, DirectRound) else contextlib.nullcontext():
+                reply = yield asked
+            if isinstance(asked, Round) and asked.background:
+                pending[reply] = routed
+            else:
+                reply = routed.finish()
+    finally:
+        _release(gpu, landing)
+        for pinned in landing.fetched:
+            gpu.release(pinned)
 
 
-def _begin(device: Any, task: Round, route: str | None) -> "_RoutedRound":
-    device.release_received()
-    if not any(map(_is_on_device, (task.send, task.recv))):
+def _release(gpu: Any, landing: Landing) -> None:
+    for _, pinned in landing.arrived:
+        gpu.release(pinned)
+    landing.arrived.clear()
+
+
+def _routed(gpu: Any, landing: Landing, task: Round, routes: RouteTable | None) -> "_RoutedRound":
+    if not task.lends_device_memory:
         return _RoutedRound(task, task)
-    return (DirectRound if (route or faster_route(device, task)) == "direct" else StagedRound)(device, task)
-
-
-def _is_on_device(array: Any) -> bool:
-    return array is not None and not isinstance(array, np.ndarray)
+    if routes is not None and routes.route_of(task) == "direct":
+        return DirectRound(gpu, task)
+    return StagedRound(gpu, landing, task)
 
 
 class _RoutedRound:
@@ -125,8 +138,10 @@ class DirectRound(_RoutedRound):
     """A round whose arrays MPI reads and writes in the device's memory."""
 
     def __init__(self, device: Any, requested: Round) -> None:
-        arrays = (requested.send, requested.recv)
-        buffers: list[Any] = [DeviceBuffer(device, array) if _is_on_device(array) else array for array in arrays]
+        buffers: list[Any] = [
+            array if array is None or isinstance(array, np.ndarray) else DeviceBuffer(device, array)
+            for array in (requested.send, requested.recv)
+        ]
         if requested.send is requested.recv:
             buffers[1] = buffers[0]  # summed in place
         arrived = requested.arrived
@@ -139,17 +154,17 @@ class DirectRound(_RoutedRound):
 class StagedRound(_RoutedRound):
     """A round whose message goes through pinned memory."""
 
-    def __init__(self, device: Any, requested: Round) -> None:
-        self._device = device
+    def __init__(self, device: Any, landing: Landing, requested: Round) -> None:
+        self._device, self._landing = device, landing
         self._copied_in_parts = False
         send: Any = requested.send
         recv: Any = requested.recv
         arrived = requested.arrived
         self._outgoing = self._incoming = None
-        if _is_on_device(send):
+        if send is not None and not isinstance(send, np.ndarray):
             self._outgoing = device.begin_fetch(send)
             send = self._outgoing.memory[: send.nbytes].view(requested.dtype)
-        if _is_on_device(recv):
+        if recv is not None and not isinstance(recv, np.ndarray):
             self._incoming = device.pinned(recv.nbytes)
             recv = self._incoming.memory[: recv.nbytes].view(requested.dtype)
             if arrived is not None:
@@ -174,7 +189,7 @@ class StagedRound(_RoutedRound):
         if self._incoming is not None:
             if not self._copied_in_parts:
                 self._device.send(self._incoming, 0, self.requested.recv)
-            self._device.keep_received(self._incoming, self.requested.recv)
+            self._landing.arrived.append((self.requested.recv, self._incoming))
         return super().finish()
 
 
@@ -226,42 +241,30 @@ class DeviceBuffer:
         return np.asarray(self)
 
 
-def choose_routes(devices: Sequence[Device], transport: Transport) -> Rounds[None]:
-    """Measure both routes and let each GPU take the faster one for each length. Collective, as rounds.
+def choose_routes(devices: Sequence[Device], transport: Transport) -> Rounds[RouteTable | None]:
+    """Measure both routes. Collective, as rounds.
 
     Messages and the library's sums are measured separately: some libraries pass on GPU memory fast and sum it slowly.
-    Messages are staged, unmeasured, where no rank has a GPU or where the MPI library of some rank takes no GPU memory.
-    Sums of floating numbers are staged where the library's sums of GPU memory differ between ranks.
+    None, so that all messages are staged, where some rank has a bucket on the host, or an MPI library that takes no GPU
+    memory: other calls serve GPU memory than the host's, and all ranks have to make the same.
     """
-    gpu = next((device for device in devices if device is not HOST), HOST)
-    takes_gpu_memory = gpu is HOST or transport.takes_device_memory
-    group = transport.group
-    flags = yield from gather_rows(np.array([gpu is not HOST, takes_gpu_memory], _BYTE), group)
-    if group.size == 1 or not flags[:, 0].any() or not flags[:, 1].all():
-        return
+    group, device = transport.group, next(iter(devices), HOST)
+    takes = HOST not in devices and device is not HOST and transport.takes_device_memory
+    flags = yield from gather_rows(np.uint8(takes), group)
+    if group.size == 1 or not flags.all():
+        return None
     seconds, sums = np.empty((2, len(ROUTES), len(_PROBE_BYTES)))
     for column, nbytes in enumerate(_PROBE_BYTES):
-        seconds[:, column] = yield from _measure(gpu, transport, _ring(gpu, transport, nbytes))
-        sums[:, column] = yield from _measure(gpu, transport, _sum(gpu, nbytes))
-    identical = yield from _sums_are_identical(gpu, transport)
+        numel, peers = nbytes // _SINGLE.itemsize, ((group.rank + 1) % group.size, (group.rank - 1) % group.size)
+        send, recv = device.zeros(numel, _SINGLE), device.zeros(numel, _SINGLE)
+        ring = Round("sendrecv", (numel, numel), _SINGLE, send=send, recv=recv, peers=peers)
+        seconds[:, column] = yield from _measure(device, transport, ring)
+        sums[:, column] = yield from _measure(
+            device, transport, Round("allreduce", (numel,), _SINGLE, send=send, recv=recv)
+        )
+    identical = yield from _sums_are_identical(device, transport)
     by_route = [dict(zip(ROUTES, times.tolist(), strict=True)) for times in (seconds, sums)]
-    table = RouteTable(_PROBE_BYTES, by_route[0], identical, by_route[1])
-    for device in devices:
-        if device is not HOST:
-            device.routes = table
-
-
-def _ring(device: Device, transport: Transport, nbytes: int) -> Round:
-    group = transport.group
-    peers = ((group.rank + 1) % group.size, (group.rank - 1) % group.size)
-    send, recv = device.zeros(nbytes, _BYTE), device.zeros(nbytes, _BYTE)
-    return Round("sendrecv", (nbytes, nbytes), _BYTE, send=send, recv=recv, peers=peers)
-
-
-def _sum(device: Device, nbytes: int) -> Round:
-    numel = nbytes // _SINGLE.itemsize
-    send, recv = device.zeros(numel, _SINGLE), device.zeros(numel, _SINGLE)
-    return Round("allreduce", (numel,), _SINGLE, send=send, recv=recv)
+    return RouteTable(_PROBE_BYTES, by_route[0], by_route[1], identical)
 
 
 def _run_once(task: Round) -> Rounds[None]:
@@ -273,7 +276,7 @@ def _measure(device: Device, transport: Transport, task: Round) -> Rounds[NDArra
     for repeat in range(_REPEATS):  # routes in turn
         for row, route in enumerate(ROUTES):
             times[repeat, row, 0] = transport.clock()
-            yield from run_on_device(device, _run_once(task), route)
+            yield from run_on_device(device, _run_once(task), RouteTable.always(route))
             times[repeat, row, 1] = transport.clock()
     all_times = yield from gather_rows(times, group)
     # From the last rank's start to the last rank's end; disturbances only add.
@@ -287,7 +290,7 @@ def _sums_are_identical(device: Device, transport: Transport) -> Rounds[bool]:
     numbers = np.random.default_rng(group.rank).standard_normal(_COMPARED_ELEMENTS).astype(_SINGLE)
     send, recv = device.to_device(numbers), device.zeros(_COMPARED_ELEMENTS, _SINGLE)
     task = Round("allreduce", (_COMPARED_ELEMENTS,), _SINGLE, send=send, recv=recv)
-    yield from run_on_device(device, _run_once(task), "direct")
+    yield from run_on_device(device, _run_once(task), RouteTable.always("direct"))
     rows = yield from gather_rows(device.to_host(recv).view(np.uint8), group)
     return bool((rows == rows[0]).all())
 

@@ -145,12 +145,20 @@ class Channel:
         self.under_way: dict[StartedRound, None] = {}  # their arrays are MPI's, even if callers have dropped them
 
     def start(self, task: Round) -> StartedRound:
-        """Begin a round. Collective."""
+        """Begin a round. Collective.
+
+        On memory of a device a collective call blocks: Open MPI has no non-blocking sum of it, and its other
+        non-blocking collectives do not take it in all versions.
+        """
         self.begun += 1
         try:
             calls = self.calls(task)
             if calls is None:
                 started = StartedRound(task, self, (), *self._messages(task))
+            elif task.lends_device_memory:
+                for name, arguments in calls:
+                    getattr(self.comm, name)(*arguments)
+                started = StartedRound(task, self)
             else:
                 requests = [getattr(self.comm, f"I{name.lower()}")(*arguments) for name, arguments in calls]
                 started = StartedRound(task, self, requests)

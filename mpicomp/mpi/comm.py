@@ -104,7 +104,12 @@ class MPITransport(Transport):
 
     def start(self, task: Round) -> Pending:
         channel = self._channel(task)
-        started = channel.start(task)
+        if task.lends_device_memory:  # the call may block
+            self._waits[self] = time.monotonic(), channel, channel.begun + 1, task.operation, self.user
+        try:
+            started = channel.start(task)
+        finally:
+            self._waits.pop(self, None)
         if not task.background:
             self._waits[started] = time.monotonic(), channel, started.number, task.operation, self.user
         return started

@@ -162,6 +162,12 @@ class Round:
     calls_made: tuple[Any, ...] | None = field(default=None, init=False, repr=False, compare=False)
     """MPI's calls, kept by the transport for a round that is yielded again with the same arrays and counts."""
 
+    @property
+    def lends_device_memory(self) -> bool:
+        """Whether an array is not the host's."""
+        send, recv = self.send, self.recv
+        return not ((send is None or isinstance(send, np.ndarray)) and (recv is None or isinstance(recv, np.ndarray)))
+
     def sent_bytes(self, group: Group) -> int:
         """Return the payload in bytes that this rank sends; ``group`` is the round's."""
         if group.size == 1:

@@ -16,7 +16,7 @@ from mpicomp.compressors.base_compressor import Entry
 from mpicomp.compressors.context import Context
 from mpicomp.compressors.wire import Selection
 from mpicomp.errors import ConfigurationError
-from mpicomp.gpu import HOST, Device, device_array
+from mpicomp.gpu import HOST, Device, StreamOrder, device_array
 from mpicomp.policies import Shape
 from mpicomp.workspace import Scratch, Workspace
 
@@ -55,6 +55,7 @@ class Bucket:
         self.may_overwrite = False  # whether that might overwrite the sum
         self._tables: dict[str, Any] = {}  # see `Accumulated`
         self.context: Context | None = None  # of its exchanges
+        self.order = StreamOrder()
         self.returned: list[tuple[Any, Any, dict[str, Any]]] = []
         """The last means, the specs of their steps, and the arrays that were returned."""
         self.names = tuple(member.name for member in self.members)
@@ -84,6 +85,8 @@ class Bucket:
 
     def accumulate(self, gradients: Sequence[NDArray[Any]] | None, scale: float = 1.0) -> Accumulated:
         """Return gradient plus residual; None for the gradients makes it stale, and ``scale`` multiplies them first."""
+        if self.device is not HOST:
+            self.device.wait_for(self.order)
         if gradients is None:
             zeros = self._accumulated
             if self.holds_gradients:
@@ -169,6 +172,8 @@ class Bucket:
 
     def energy(self, gradients: Sequence[NDArray[Any]]) -> float:
         """Return the squared L2 norm of gradients; overwrites the sum of `accumulate`."""
+        if self.device is not HOST:
+            self.device.wait_for(self.order)
         pieces = [(offset, self.device.to_device(array)) for offset, array in zip(self.offsets, gradients, strict=True)]
         with self.device.active():
             return Accumulated(self._accumulated, None, pieces, threads=self.threads).energy

@@ -13,6 +13,7 @@ from mpicomp.arrays import ArraySpec, describe, from_host, to_host
 from mpicomp.compressors.base_compressor import Entry
 from mpicomp.errors import ConfigurationError, MpicompError, UnknownNameError
 from mpicomp.gpu import HOST, Device, MeanPart, common_device, device_array
+from mpicomp.gpu.routes import RouteTable
 from mpicomp.reducer.agreement import no_memory
 from mpicomp.reducer.bucket import Bucket, make_buckets
 
@@ -46,21 +47,25 @@ class SpecCache:
     def describe(self, arrays: Mapping[str, Any]) -> list[ArraySpec]:
         """Return the specs, a read-only list, or raise as `describe` does."""
         if type(arrays) is self._kind and len(arrays) == len(self._looks):
-            for (name, array), (known, kind, dtype, shape, layout) in zip(arrays.items(), self._looks, strict=True):
+            looks = zip(arrays.items(), self._looks, strict=True)
+            for (name, array), (known, kind, dtype, shape, layout, device) in looks:
                 if name != known or type(array) is not kind or array.dtype != dtype or array.shape != shape:
                     break
-                if layout is not None and array.layout != layout:
+                if (device is not None and array.device != device) or (layout is not None and array.layout != layout):
                     break
             else:
                 return self.described
         self._kind = None
         self.described = describe(arrays)
         self._looks = [
-            (name, type(array), array.dtype, array.shape, getattr(array, "layout", None))
+            (
+                name, type(array), array.dtype, array.shape, getattr(array, "layout", None),
+                None if isinstance(array, np.ndarray) else array.device,
+            )
             for name, array in arrays.items()
-        ]
+        ]  # fmt: skip
         self._kind = type(arrays)
-        self.on_host = all(kind is np.ndarray and dtype.kind == "f" for _, kind, dtype, _, _ in self._looks)
+        self.on_host = all(kind is np.ndarray and dtype.kind == "f" for _, kind, dtype, *_ in self._looks)
         return self.described
 
 
@@ -82,6 +87,7 @@ class Layout:
         self.bucket_bytes = bucket_bytes  # length at which arrays are cut into buckets; None until it is known
         self.entry = entry
         self.describer = SpecCache()
+        self.routes: RouteTable | None = None  # to MPI from the buckets' GPU, once measured; else messages are staged
         self.empty: list[ArraySpec] = []  # arrays without elements, which are in no bucket
         self._copies: dict[str, NDArray[Any]] = {}  # of this step: arrays of GPUs that are exchanged on the host
         self.stages = False  # whether some array is converted
@@ -94,9 +100,10 @@ class Layout:
         inputs = Inputs(gradients, absent, problem=problem)
         try:
             inputs.members = members = self.describer.describe(gradients)
-            if members is not self.members and not self.knows(members):
+            if members is not self.members and not (self.knows(members) and self._has_devices_of(gradients)):
                 self.check(members)
-                inputs.buckets = self.make(members, gradients)
+                # Without a limit nothing is allocated twice: `Reducer` makes the buckets once there is one.
+                inputs.buckets = [] if self.bucket_bytes is None else self.make(members, gradients)
             if not self.describer.on_host:
                 self.prefetch(gradients)
         except MpicompError as error:
@@ -110,6 +117,12 @@ class Layout:
         if members is None or self.members is None:
             return False
         return members == self.members or set(members) == set(self.members)
+
+    def _has_devices_of(self, gradients: Mapping[str, Any]) -> bool:
+        """Return whether each bucket is on the device of its gradients, which a model may have left."""
+        return self.describer.on_host or all(
+            bucket.device is common_device([gradients[name] for name in bucket.names]) for bucket in self.buckets
+        )
 
     def check(self, members: Sequence[ArraySpec]) -> None:
         """Refuse arrays whose residual has another shape."""
@@ -170,20 +183,22 @@ class Layout:
     def prefetch(self, gradients: Mapping[str, Any]) -> None:
         """Bring gradients to the devices of their buckets, in the thread that made them: its stream is the current one.
 
-        A bucket on a GPU begins to copy, without waiting; a GPU's gradients without CuPy are copied to the host.
+        A bucket on a GPU notes how far that stream has come; a GPU's gradients without CuPy are copied to the host.
         """
         if self.describer.on_host:
             return
-        there: dict[Device, list[Any]] = {}
+        there: dict[int, list[Any]] = {}
         self.stages = True
         for name, gradient in gradients.items():
-            device = self.device_of(name)
-            if device is not HOST:
-                there.setdefault(device, []).append(gradient)
-            elif self.has(name) and name not in self._copies and device_array(gradient) is not None:
+            bucket = self._bucket_of.get(name)
+            if bucket is None:
+                continue
+            if bucket.device is not HOST:
+                there.setdefault(bucket.index, []).append(gradient)
+            elif name not in self._copies and device_array(gradient) is not None:
                 self._copies[name] = to_host(gradient)
-        for device, arrays in there.items():
-            device.wait_stream(arrays)
+        for index, arrays in there.items():
+            self.buckets[index].device.mark(arrays, self.buckets[index].order)
 
     def inputs_of(self, bucket: Bucket, gradients: Sequence[Any]) -> Sequence[Any]:
         """Return the gradients of a bucket on its device, or as host arrays that can be copied to it at once."""
@@ -212,20 +227,19 @@ class Layout:
 
         An ``unused`` array, for which no rank has a gradient, is among them only if its residual was sent.
         """
-        device = bucket.device
         if unused:
-            with device.active():
+            with bucket.device.active():
                 parts = [
                     (member, start)
                     for member, start in zip(bucket.members, bucket.offsets, strict=True)
                     if member.name not in unused or mean[start : start + member.numel].any()
                 ]
-            return self._unflatten(mean, parts, gradients, device)
+            return self._unflatten(mean, parts, gradients, bucket)
         described, returned = self.describer.described, bucket.returned
         for known in returned:
             if known[1] is described and (known[0] is mean or _is_same(known[0], mean)):
                 return known[2].copy()
-        means = self._unflatten(mean, list(zip(bucket.members, bucket.offsets, strict=True)), gradients, device)
+        means = self._unflatten(mean, list(zip(bucket.members, bucket.offsets, strict=True)), gradients, bucket)
         if self.describer.on_host and not self.delivered:
             if len(returned) > 1:  # the bucket's two arrays
                 returned.clear()
@@ -237,19 +251,19 @@ class Layout:
         means: dict[str, Any] = {}
         for member in self.empty:
             if member.name not in unused:
-                means |= self._unflatten(np.empty(0, member.work_dtype), [(member, 0)], gradients, HOST)
+                means |= self._unflatten(np.empty(0, member.work_dtype), [(member, 0)], gradients, None)
         return means
 
     def _unflatten(
-        self, mean: Any, parts: Sequence[tuple[ArraySpec, int]], gradients: Mapping[str, Any], device: Device
+        self, mean: Any, parts: Sequence[tuple[ArraySpec, int]], gradients: Mapping[str, Any], bucket: Bucket | None
     ) -> dict[str, Any]:
         wanted = [
             MeanPart(start, member, gradients[member.name], self.delivered.get(member.name)) for member, start in parts
         ]
-        if device is HOST:
+        if bucket is None or bucket.device is HOST:
             means = [from_host(part.cut(mean), part.described, part.like, part.out) for part in wanted]
         else:
-            means = device.unflatten(mean, wanted)
+            means = bucket.device.unflatten(mean, wanted, bucket.order)
         return {part.described.name: array for part, array in zip(wanted, means, strict=True)}
 
     def close(self) -> None:

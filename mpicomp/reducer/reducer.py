@@ -39,6 +39,7 @@ from mpicomp.reducer.agreement import (
     LoadedState,
     Signature,
     agree,
+    no_memory,
     run_collectively,
     settings_of_state,
 )
@@ -567,9 +568,14 @@ class Reducer:
             total = sum(member.numel * member.work_dtype.itemsize for member in members)
             limit = yield from planner.bucket_limit(total, transport)
             layout.bucket_bytes = LARGE_BUCKET if limit is None else min(limit, LARGE_BUCKET)
-            buckets = layout.make(members, step.inputs.gradients)
+        problem = None
+        try:
+            buckets = buckets or layout.make(members, step.inputs.gradients)
+        except MemoryError as error:
+            problem = no_memory(error, "reduce")
+        yield from agree(None, problem, transport.group)
         once, before = log[first:], len(log)
-        yield from choose_routes([bucket.device for bucket in buckets], transport)
+        layout.routes = yield from choose_routes([bucket.device for bucket in buckets], transport)
         routes, after = log[before:], len(log)
         yield from planner.start([bucket.shape for bucket in buckets], transport)
         step.record.once = [*step.record.once, *once, *log[after:]]
@@ -581,7 +587,10 @@ class Reducer:
     def _absences(self, step: Step, names: list[str]) -> Rounds[list[str]]:
         names = sorted(names)
         flags = [name in step.inputs.absent and not step.checks.idle for name in names]
-        asked, *rows = (yield from self._share([stop.asked, *flags])).T
+        news = [stop.asked, step.inputs.buckets is not None]
+        asked, differ, *rows = (yield from self._share([*news, *flags])).T
+        if differ.any() and step.inputs.buckets is None:  # arrays of another rank alone have changed their device
+            step.inputs.buckets = []
         self.stop = self.stop or bool(asked.any())
         return [name for name, ranks in zip(names, rows, strict=True) if ranks.any()]
 

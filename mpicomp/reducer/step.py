@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from mpicomp import kernels
-from mpicomp.collectives.scheme import Exchange, Scheme, cause_of
+from mpicomp.collectives.scheme import Scheme, cause_of
 from mpicomp.compressors.accumulated import Accumulated
 from mpicomp.compressors.context import Context
 from mpicomp.compressors.wire import Selection
@@ -133,7 +133,8 @@ class Step:
         context.step, context.memory = self.record.step, bucket.memory
         exchange = scheme.exchange(accumulated, context)
         if bucket.device is not HOST:
-            exchange = self._on_device(bucket, scheme, exchange)
+            compile_ahead(bucket, scheme)
+            exchange = run_on_device(bucket.device, exchange, self._layout.routes)
         if trace.markers:
             exchange = trace.marked(exchange)
         try:
@@ -152,14 +153,6 @@ class Step:
         if result.nonfinite:
             self.nonfinite = [*self.nonfinite, done]
         self.done.append(done)
-
-    @staticmethod
-    def _on_device(bucket: Bucket, scheme: Scheme[Any], exchange: Exchange) -> Exchange:
-        sources = scheme.compressor.gpu_sources
-        compile_ahead = kernels.of(bucket.gradient(bucket.names[0])).compile_ahead
-        with bucket.device.active():
-            bucket.workspace.made(("compiled", sources), lambda: compile_ahead(sources, bucket.dtype))
-        return run_on_device(bucket.device, exchange)
 
     def _measure(self, bucket: Bucket, accumulated: Accumulated, survey: Survey, done: BucketExchange) -> None:
         timer = self._transport.timer
@@ -222,6 +215,14 @@ class Step:
         self.undo()
         self.done.clear()
         self.nonfinite, self.stale, self.must_agree = (), False, False
+
+
+def compile_ahead(bucket: Bucket, scheme: Scheme[Any]) -> None:
+    """Begin to compile the kernels of a scheme for the bucket's GPU, once."""
+    sources = scheme.compressor.gpu_sources
+    compile_sources = kernels.of(bucket.gradient(bucket.names[0])).compile_ahead
+    with bucket.device.active():
+        bucket.workspace.made(("compiled", sources), lambda: compile_sources(sources, bucket.dtype))
 
 
 def _copied(memory: dict[str, Any]) -> dict[str, Any]:

@@ -10,7 +10,6 @@ import functools
 import sys
 import threading
 import time
-import weakref
 from types import ModuleType, SimpleNamespace
 
 import numpy as np
@@ -19,6 +18,7 @@ from device.fake_driver import FROM_HOST, RUBBISH, TO_HOST, Driver
 from mpicomp.kernels import cpu, gpu
 
 from mpicomp import kernels
+from mpicomp.gpu import cuda
 
 LEGACY = 1
 
@@ -40,9 +40,11 @@ class ndarray:  # noqa: N801 (CuPy's name)
         self._host = host
         self.base = base
         self._memory = memory if base is None else base._memory
-        self.device = _Device(self.cupy.current_device) if base is None else base.device
         if base is None:
+            self.device = _Device(self.cupy.driver.use())
             self.cupy.driver.place(host, self.device.id)
+        else:
+            self.device = base.device
 
     data = property(lambda self: SimpleNamespace(ptr=self._host.ctypes.data))
     T = property(lambda self: self.transpose())
@@ -250,37 +252,20 @@ class _Device:
         return self.id
 
     def use(self):
-        ndarray.cupy.current_device = self.id
+        ndarray.cupy.driver.use(self.id)
 
     def __enter__(self):
-        self.before, ndarray.cupy.current_device = ndarray.cupy.current_device, self.id
+        self.before = ndarray.cupy.driver.current()
+        self.use()
         return self
 
     def __exit__(self, *exception):
-        ndarray.cupy.current_device = self.before
-
-
-class _Taken:
-    """Memory of an allocator's, which is freed with this."""
-
-    def __init__(self, free, address):
-        weakref.finalize(self, free, address, 0)
-
-
-class _Allocator:
-    """Memory that two functions allocate and free."""
-
-    def __init__(self, allocate, free):
-        self._allocate, self._free = allocate, free
-
-    def malloc(self, nbytes):
-        return _Taken(self._free, self._allocate(nbytes, 0))
+        ndarray.cupy.driver.use(self.before)  # as CuPy does, even where that makes a context
 
 
 class Cupy(ModuleType):
     """The module."""
 
-    current_device = 0
     version = 3  # of the interface of arrays
     malloc = None  # the allocator in use, if it is not CuPy's
 
@@ -299,6 +284,7 @@ class Cupy(ModuleType):
                 self.ptr = driver.stream()
 
             def __enter__(self):
+                assert driver.devices[self.ptr] == driver.current(), "the stream is another device's"
                 outer.stack().append(self.ptr)
                 return self
 
@@ -328,15 +314,17 @@ class Cupy(ModuleType):
             Event=Event,
             get_elapsed_time=lambda start, stop: 1e3 * (stop.seconds - start.seconds),
             Stream=Stream,
-            PythonFunctionAllocator=_Allocator,
+            UnownedMemory=lambda address, nbytes, owner, device: owner,
+            MemoryPointer=lambda memory, offset: memory,
             using_allocator=self.using_allocator,
+            driver=SimpleNamespace(ctxGetCurrent=lambda: driver.context()),
             get_current_stream=lambda: SimpleNamespace(ptr=self.stream_in_use()),
             runtime=SimpleNamespace(
-                getDevice=lambda: 0,
-                getDeviceCount=lambda: 1,
+                getDevice=driver.current,
+                getDeviceCount=lambda: 2,
                 is_hip=False,
                 getDeviceProperties=lambda number: {"name": b"Stand-in"},
-                setDevice=lambda number: None,
+                setDevice=driver.use,
                 eventRecord=lambda event, stream: driver.record(event, stream),
                 memcpyAsync=driver.copy,
                 memcpyHostToDevice=FROM_HOST,
@@ -472,14 +460,6 @@ class HostKernels:
         made = kernel(*args, **{key: _plain(value) for key, value in kwargs.items()})
         return None if made is None else _result(made)
 
-    def collect(self, values):
-        self._cupy.driver.finish(self._cupy.stream_in_use())
-        words = np.zeros(len(values), np.uint64)
-        for place, value in enumerate(values):
-            assert value.shape == ()
-            words[place : place + 1].view(np.uint8)[: value.dtype.itemsize] = value._host.reshape(1).view(np.uint8)
-        return ndarray(words)
-
 
 def _plain(value):
     """Return a number for a 0-d array of the device, as kernels read them there."""
@@ -529,6 +509,7 @@ def install(monkeypatch, schedule="eager", seed=0, emulated=False, guarded=False
     cupy = Cupy(driver)
     monkeypatch.setitem(sys.modules, "cupy", cupy)
     monkeypatch.setattr("mpicomp.gpu.cuda._in_use", [])  # threads that later tests start have no such GPU
+    monkeypatch.setattr("mpicomp.gpu.cuda.cuda_device", functools.cache(cuda.CudaDevice))
     monkeypatch.setitem(sys.modules, "cupyx", SimpleNamespace(empty_pinned=lambda size, dtype: driver.pinned(size)))
     monkeypatch.setitem(kernels._modules, ndarray, gpu if emulated else HostKernels(cupy))
     return cupy

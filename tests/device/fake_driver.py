@@ -28,6 +28,9 @@ class Driver:
         self.lock = threading.RLock()
         self.streams = {1: deque(), 2: deque()}
         self.events = {}
+        self.devices = {}  # of streams and events
+        self.contexts = set()  # devices that have one, of which each takes half a gigabyte
+        self._thread = threading.local()
         self.on_device = {}  # address: bytes, device
         self.on_host = {}  # address: array
         self.waits = self.allocated = 0
@@ -52,14 +55,27 @@ class Driver:
         self.allocated += 1
         return array
 
+    def current(self):
+        """Return the device of this thread: 0 in a new one, which has no context yet."""
+        return getattr(self._thread, "device", 0)
+
+    def context(self):
+        return 1 + self.current() if hasattr(self._thread, "device") else 0
+
+    def use(self, device=None):
+        """Make a device current, or the current one if none is named; it has a context from then on."""
+        self._thread.device = self.current() if device is None else device
+        self.contexts.add(self._thread.device)
+        return self._thread.device
+
     def stream(self):
         number = next(_numbers)
-        self.streams[number] = deque()
+        self.streams[number], self.devices[number] = deque(), self.use()
         return number
 
     def event(self):
         number = next(_numbers)
-        self.events[number] = None
+        self.events[number], self.devices[number] = None, self.use()
         return number
 
     def put(self, stream, work):
@@ -72,6 +88,8 @@ class Driver:
 
     def record(self, event, stream):
         marker = object()
+        if self.devices[event] != self.devices.get(stream, self.current()):
+            raise RuntimeError("cudaErrorInvalidResourceHandle: the event is another device's")
         self.events[event] = stream, marker
         self.put(stream, marker)
 

@@ -18,8 +18,10 @@ from mpicomp.gpu import routes as gpu_routes
 from mpicomp.gpu.cuda import CudaDevice
 from mpicomp.gpu.routes import RouteTable
 from mpicomp.mpi.rounds import Returned, Round, advance
+from mpicomp.reducer.layout import Layout
 
 pytestmark = pytest.mark.mpi
+DIRECT = RouteTable.always("direct")
 slow = pytest.mark.slow  # what guarded memory and four kinds of messages leave over
 
 
@@ -90,7 +92,7 @@ def landed(gpu, recv, there):
 
 def directly(exchange):
     gpu = CudaDevice(0)
-    return gpu_routes.run_on_device(gpu, on_the_device(gpu, exchange), "direct")
+    return gpu_routes.run_on_device(gpu, on_the_device(gpu, exchange), DIRECT)
 
 
 @pytest.mark.slow
@@ -103,6 +105,46 @@ def test_in_a_thread_during_other_rounds(transports, comm):
         rounds = transport.run(directly(at_once(layout, comm.rank, dtypes=[np.float32])))
         assert all(job.result(timeout=60) > 0 for job in jobs)
     assert rounds > 0
+
+
+class Refusing:
+    """A communicator whose non-blocking collectives end the process on memory of a device, as Open MPI's do."""
+
+    def __init__(self, comm):
+        self._comm = comm
+
+    def __getattr__(self, name):
+        found = getattr(self._comm, name)
+        if name not in ("Iallreduce", "Iallgather", "Iallgatherv", "Ialltoallv", "Ibcast", "Igather", "Igatherv"):
+            return found
+
+        def call(*arguments):
+            parts = [part for argument in arguments for part in (argument if type(argument) is list else [argument])]
+            assert not any(isinstance(part, gpu_routes.DeviceBuffer) for part in parts), f"{name} of device memory"
+            return found(*arguments)
+
+        return call
+
+
+@pytest.mark.parametrize("thread", [False, True], ids=["asleep", "in a thread"])
+def test_collectives_on_memory_of_a_device_block(thread, cupy, comm, monkeypatch):
+    """In a rank that shares its core, and in the thread that exchanges during backward."""
+    from mpicomp.mpi.comm import MPITransport
+    from mpicomp.mpi.thread import ProgressThread
+
+    monkeypatch.setenv("MPICOMP_NAPS", "1")
+    transport, rank = MPITransport(comm), comm.rank
+    layout = [0] * comm.size
+    exchange = directly(at_once(layout, rank, dtypes=[np.float32]))
+    with contextlib.ExitStack() as stack:
+        progress = stack.enter_context(ProgressThread(transport)) if thread else None
+        running = transport if progress is None else progress._driver._transport
+        for channel in running._front.values():
+            channel.comm = Refusing(channel.comm)
+        assert (transport.run(exchange) if progress is None else progress.submit(exchange).result(60)) > 0
+        for channel in running._front.values():
+            channel.comm = channel.comm._comm
+    transport.close()
 
 
 @pytest.mark.parametrize("numel", [0, 70_000, *(pytest.param(numel, marks=slow) for numel in (1, 200_001))])
@@ -124,7 +166,7 @@ def test_parts_are_worked_on_as_they_arrive(cupy, comm, naps, numel):
         yield Round("sendrecv", (numel, numel), send.dtype, 0, send, recv, peers=peers, arrived=arrived)
         return gpu.to_host(doubled)
 
-    doubled = transport.run(gpu_routes.run_on_device(gpu, exchange(), "direct"))
+    doubled = transport.run(gpu_routes.run_on_device(gpu, exchange(), DIRECT))
     np.testing.assert_array_equal(doubled, 2 * of((rank - 1) % size, numel, np.float64))
     assert sum(parts) == numel
     assert len(parts) > 1 or numel < 70_000
@@ -151,7 +193,7 @@ def test_one_array_on_the_device_and_one_on_the_host(transports, comm):
     for outward in (True, False):
         for _, transport in transports:
             gpu = CudaDevice(0)
-            transport.run(gpu_routes.run_on_device(gpu, exchange(gpu, outward), "direct"))
+            transport.run(gpu_routes.run_on_device(gpu, exchange(gpu, outward), DIRECT))
 
 
 SHAPES = {"first": (40, 25), "second": (7,), "third": (3, 5, 2)}
@@ -183,7 +225,7 @@ def reduced(comm, compressor, collective, move):
 
 def compare(cupy, comm, compressor, collective, monkeypatch):
     staged, direct = [], []
-    monkeypatch.setattr(CudaDevice, "routes", RouteTable((1,), {"direct": (1e-6,), "staged": (1.0,)}, True))
+    monkeypatch.setattr(Layout, "routes", property(lambda layout: DIRECT, lambda layout, measured: None), raising=False)
     for kind, made in ((gpu_routes.StagedRound, staged), (gpu_routes.DirectRound, direct)):
         begin = kind.__init__
         monkeypatch.setattr(kind, "__init__", lambda *a, begin=begin, made=made: (made.append(0), begin(*a))[1])

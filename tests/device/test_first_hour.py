@@ -197,8 +197,7 @@ def test_path_on_the_gpu_has_the_bits_of_whole_copies(comm, cupy, line):
     ratio = f"{old / new:.1f}: {1e3 * old:.3g} ms to {1e3 * new:.3g} ms"
     fast = None if is_short(cupy) else old / new >= PATH_RATIO
     line("two ranks on one GPU: times as fast", f"at least {PATH_RATIO:g}", ratio, fast)
-    routes = getattr(place_of(staying), "routes", None)
-    line("two ranks on one GPU: route", "staged, or direct where faster", routes_of(routes), None)
+    line("two ranks on one GPU: route", "staged, or direct where faster", routes_of(staying.layout.routes), None)
 
 
 def routes_of(routes):
@@ -298,7 +297,7 @@ def test_routes_direct_and_staged_have_the_same_bits(compressor, collective, com
             pytest.skip("this MPI takes no GPU memory")
         for step in range(4):
             if step:  # the first one measures
-                place_of(reducer).routes = RouteTable.always(route)
+                reducer.layout.routes = RouteTable.always(route)
             mean = reducer.reduce({"w": gpu.asarray(numbers(comm.rank, step, 20_011 if QUICK else 2_000_003))})["w"]
             found.setdefault(route, []).append(mean.get())
     differ = sum(differing(one, other) for one, other in zip(*found.values(), strict=True))

@@ -163,8 +163,13 @@ def test_optimizer_of_torch_puts_gradients_into_buckets(monkeypatch):
     cupy = fake_cuda.install(monkeypatch, "eager")
     stream, memory = SimpleNamespace(cuda_stream=cupy.driver.stream()), TorchMemory()
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
-    monkeypatch.setattr(torch.cuda, "caching_allocator_alloc", memory.caching_allocator_alloc)
-    monkeypatch.setattr(torch.cuda, "caching_allocator_delete", memory.caching_allocator_delete)
+    monkeypatch.setattr(torch.cuda, "ExternalStream", memory.ExternalStream)
+    host_empty = torch.empty
+    monkeypatch.setattr(
+        torch, "empty", lambda *size, device=None, **more: (
+            host_empty(*size, device=device, **more) if device is None else memory.empty(*size, device=device, **more)
+        ),
+    )  # fmt: skip
     view = lambda device, tensor, found: fake_cuda.ndarray(tensor.as_subclass(torch.Tensor).numpy())  # noqa: E731
     monkeypatch.setattr(CudaDevice, "_view", view)
     monkeypatch.setattr("mpicomp.torch.gradients.as_real", on_device)

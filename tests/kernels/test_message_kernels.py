@@ -1,4 +1,4 @@
-"""Headers, tails, sums of selections and collected numbers."""
+"""Headers, tails and sums of selections."""
 
 import struct
 import warnings
@@ -6,7 +6,6 @@ import warnings
 import numpy as np
 import pytest
 from device import emulator
-from mpicomp.kernels import gpu
 
 from mpicomp.compressors import Selection
 from mpicomp.compressors.wire import Wire, compact, sparse_bytes, sparse_parts, write_pairs, write_sparse
@@ -252,29 +251,3 @@ def test_sums_on_a_gpu_refuse_lists_of_different_lengths(gpu_kernels):
     out, nothing = np.zeros(3, np.float32), np.zeros(8, np.uint8)
     with pytest.raises(ValueError, match="2 selections, with values at 1 and indices at 2"):
         gpu_kernels.sparse_add(nothing, (0,), nothing, (0, 0), (0, 0), "float32", 1.0, out)
-
-
-def test_collected_numbers(place):
-    numbers = [
-        np.bool_(True), np.int32(-2), np.uint32(2**32 - 1), np.int64(-3), np.uint64(2**64 - 5), np.float32(-0.5),
-        np.float64(np.pi), np.bool_(False),
-    ]  # fmt: skip
-    emulator.launches.clear()
-    there = [place.scalar(number, number.dtype) for number in numbers]
-    for count in range(1, 9):
-        with place.quiet():
-            out = gpu.collect(there[:count])
-        assert out.dtype == np.uint64
-        assert out.get().tobytes() == b"".join(number.tobytes().ljust(8, b"\0") for number in numbers[:count])
-    assert launched(place, *["collect"] * 8)
-
-
-def test_what_cannot_be_collected_is_refused(place):
-    number = place.scalar(1, np.float64)
-    for values in ([], [number] * 9):
-        with pytest.raises(ValueError, match="1 to 8 numbers"):
-            gpu.collect(values)
-    with pytest.raises(ValueError, match="1 of int16 are no number"):
-        gpu.collect([place.scalar(1, np.int16)])
-    with pytest.raises(ValueError, match="2 of float64 are no number"):
-        gpu.collect([place.zeros(2, np.float64)])
