@@ -5,6 +5,7 @@ The last block of a sweep adds up the sums of all blocks, in an order that does 
 
 import sys
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable
 from enum import IntEnum
 from typing import Any, TypeVar
@@ -109,9 +110,21 @@ class Verdict(Reused):
         return self.number(2, np.bool_)
 
 
+class Table(Reused):
+    """A few integers from the host."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size, np.int64)
+        self.sources: deque[Any] = deque(maxlen=8)  # of the last copies, which may read them later
+
+
 def table_of_rows(rows: Any) -> Any:
-    """Return rows of integers on the device, flat; they get there by pinned memory of CuPy's."""
-    return library().asarray(np.array(rows, np.int64).reshape(-1))
+    """Return rows of integers on the device, flat, until the next launch of this stream that takes as many."""
+    flat = np.array(rows, np.int64).reshape(-1)
+    table = reuse(Table, flat.size)
+    table.sources.append(flat)
+    table.memory.set(flat)
+    return table.memory
 
 
 class Fit(IntEnum):
