@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 HELP = "name the exchange for a network that is not here, and the gain of a faster one"
 
 _COMMAND = "plan"
+_MAX_RANKS = 1 << 16
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -84,9 +85,10 @@ def _networks(arguments: argparse.Namespace) -> "list[Links]":
         raise ConfigurationError(
             f"{_COMMAND}: --hosts must be whole numbers such as 2,64, got {arguments.hosts!r}"
         ) from None
-    for number in hosts:
-        check_least(_COMMAND, "--hosts", number, 2)
     ppn = check_least(_COMMAND, "--ppn", arguments.ppn)
+    for number in hosts:
+        if check_least(_COMMAND, "--hosts", number, 2) * ppn > _MAX_RANKS:
+            raise ConfigurationError(f"{_COMMAND}: at most {_MAX_RANKS:,} ranks are forecast, got {number * ppn:,}")
     if arguments.links is not None:
         return read_links(arguments.links, hosts, ppn)
     try:

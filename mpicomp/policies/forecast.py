@@ -59,7 +59,7 @@ class Job:
 
     sizes: Sequence[int]  # elements of each parameter
     ready_s: Sequence[float]  # when the gradient of each is ready, relative to the last one: at most 0
-    compute_s: float  # of a step
+    compute_s: float  # of a step, median
     muon_s: float | None = None  # that Muon's step adds; None where it was not measured
     hidden: float = 0.0  # share of the elements that Muon would step
     steps: int = 1000  # of the training
@@ -67,6 +67,7 @@ class Job:
     statistics: ElementStatistics | None = None  # of the gradients; None takes those of a GPT
     kernels: Mapping[str, KernelCost] = field(default_factory=dict)  # by `scheme_key` of a ladder, that were measured
     device: str = "cpu"  # of the gradients: cpu or cuda
+    spread_s: Sequence[float] = ()  # seconds of several steps: an exchange waits for the slowest rank
 
     @property
     def numel(self) -> int:
@@ -137,6 +138,7 @@ class Forecaster:
         if group.size < 2 or not job.sizes:
             raise ConfigurationError("plan: an exchange needs two ranks, and a model with parameters")
         self._job, self._network, self._group, self._overlap = job, network, group, overlap
+        self._waited_s = max(0.0, _slowest_s(job.spread_s, group.size) - job.compute_s) if job.spread_s else 0.0
 
     def all(self) -> list[Forecast]:
         """Return a forecast of every exchange: none, DDP's, the likely plan of `auto`, top-k, and LocalMuon."""
@@ -162,7 +164,7 @@ class Forecaster:
         for numel, ready_s in buckets:
             kernels_s += cost.kernels_s(numel)
             end_s = max(end_s, ready_s + kernels_s) + cost.rounds_s(numel)
-        return self._job.compute_s + max(end_s, kernels_s)
+        return self._job.compute_s + self._waited_s + max(end_s, kernels_s)
 
     def _cost(self, compressor: Compressor, name: str) -> _Cost:
         """Return the cost of a scheme from its rounds at two lengths."""
@@ -270,7 +272,8 @@ class Forecaster:
         job, cost = self._job, self._best(OneBit(), math.inf)
         more_s = _MUON_SHARE * job.compute_s if job.muon_s is None else job.muon_s
         exchange_s = cost.kernels_s(job.numel) + cost.rounds_s(job.numel)
-        seconds = job.compute_s + more_s + exchange_s / every
+        waited_s = self._waited_s / math.sqrt(every)  # the sums of several steps differ less
+        seconds = job.compute_s + more_s + waited_s + exchange_s / every
         sent = job.numel * cost.bytes_per_element / every
         steps = _MUON_STEPS[every] if job.hidden > 0.5 else None
         return self._forecast(f"muon every {every}", f"one bit, {cost.name}", seconds, sent, steps)
@@ -289,6 +292,12 @@ class Forecaster:
         if statistics is None:
             return float(np.interp(np.log(ratio), np.log(_GPT_SELECTED[0]), _GPT_SELECTED[1])[0])
         return float(statistics.selection_penalties(ratio, ranks, self._job.steps / 2)[0][0])
+
+
+def _slowest_s(seconds: Sequence[float], ranks: int) -> float:
+    """Return the mean seconds of the slowest of some ranks, whose steps are drawn from those that were timed."""
+    shares = (np.arange(len(seconds) + 1) / len(seconds)) ** ranks
+    return float(np.sort(seconds) @ np.diff(shares))
 
 
 @functools.lru_cache(maxsize=1024)

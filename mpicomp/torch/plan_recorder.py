@@ -89,8 +89,8 @@ class PlanRecorder:
         self._survey = ElementSurvey(self._sizes, quantisers)
         self._statistics = ElementStatistics(sum(self._sizes), len(quantisers), normalises)
         self._sampled = _Sampled(self._survey.positions)
-        self._seconds: list[float] = []  # of even steps
-        self._ready: list[dict[str, float]] = []  # of odd ones, in which gradients on a GPU are waited for
+        self._seconds: list[float] = []  # of steps
+        self._ready: list[dict[str, float]] = []  # of odd steps, in which gradients on a GPU are waited for
         self._filled: dict[str, float] = {}  # by name, when backward was done with a gradient
         self._steps, self._own_s, self._begun, self._averaged = 0, 0.0, 0.0, 0.0
         self._start = 0.0, 0.0  # of the timed steps: seconds of the processor, and of the clock
@@ -136,7 +136,8 @@ class PlanRecorder:
             last = max(self._filled.values())
             if self._steps % 2:
                 self._ready.append({name: at - last for name, at in self._filled.items()})
-            else:  # with overlap the part of the exchange after backward
+            if self._steps % 2 == 0 or self._device.type == "cpu":
+                # With overlap the part of the exchange after backward
                 exchange_s = min(optimizer.reducer.last_step.seconds, self._averaged - last)
                 self._seconds.append(end - self._begun - exchange_s - self._own_s)
             survey = self._survey.measure(self._sampled, None, self._sizes, self._steps)  # type: ignore[arg-type]
@@ -167,6 +168,7 @@ class PlanRecorder:
             statistics=None if self._statistics.is_zero else self._statistics,
             kernels=self._kernels(slowed) if on_host else {},
             device=self._device.type,
+            spread_s=self._seconds,
         )
         if self._path is not None:
             with whole_file(self._path) as file:
@@ -186,10 +188,15 @@ class PlanRecorder:
         alone.run(measure_kernels(model, schemes, True, alone, ladder=True))
         array = torch.zeros(sum(self._sizes))
         copy_s = _least_s(array.clone) / array.numel()  # DDP copies into its buckets, and out of them
-        model.kernels["ddp"] = KernelCost(0.0, 2 * copy_s)
+        model.kernels["ddp"] = KernelCost(0.0, copy_s)
         cast_s = _least_s(lambda: array.copy_(array.half())) / array.numel()
-        model.kernels["ddp-fp16"] = KernelCost(0.0, 2 * copy_s + cast_s)
-        return {key: KernelCost(*(slowed * s for s in vars(kernel).values())) for key, kernel in model.kernels.items()}
+        model.kernels["ddp-fp16"] = KernelCost(0.0, copy_s + cast_s)
+        return {
+            key: KernelCost(
+                slowed * kernel.fixed, slowed * (kernel.per_element + copy_s), slowed * kernel.per_kept
+            )  # means are copied into gradients
+            for key, kernel in model.kernels.items()
+        }
 
 
 def _hidden(parameters: Mapping[str, torch.Tensor]) -> tuple[list[torch.Tensor], int]:

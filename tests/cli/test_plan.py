@@ -53,6 +53,15 @@ def test_latencies_of_ddp_are_those_of_a_ring_and_of_a_tree_among_many():
     assert found[1] == pytest.approx(1.0 + 48e-3, abs=2e-3)
 
 
+def test_steps_wait_for_the_slowest_of_ranks_whose_seconds_differ():
+    seconds = [0.9, 1.0, 1.0, 1.4]
+    slowest_s = np.random.default_rng(0).choice(seconds, (100_000, 4)).max(axis=1).mean()
+    found = rows(job(spread_s=seconds), 1e3)
+    assert found["ddp"].step_s == pytest.approx(slowest_s, rel=5e-3)
+    assert found["none"].step_s == 1.0
+    assert 1.0 < found["muon every 40"].step_s < found["muon every 2"].step_s < found["ddp"].step_s
+
+
 def test_bytes_of_a_host_are_those_of_each_exchange():
     found, numel = rows(job()), 3_000_000
     assert found["ddp"].host_bytes == 1.5 * 4 * numel
@@ -206,6 +215,7 @@ def test_files_without_timings_are_refused(content, tmp_path):
     [
         ([*MODEL, "--bandwidth=-1gbit"], "--bandwidth must be a number"),
         ([*MODEL, "--hosts", "1"], "--hosts must be"),
+        ([*MODEL, "--hosts", "1000000000"], "at most 65,536 ranks"),
         ([*MODEL, "--hosts", "many"], "--hosts must be whole numbers"),
         (["--parameters", "5"], "--step-seconds"),
         (["--parameters", "5", "--step-seconds", "-1"], "above 0"),
