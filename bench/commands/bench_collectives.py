@@ -4,7 +4,8 @@ import argparse
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from mpicomp.cli.options import add_device, count, table_columns
+from mpicomp.cli.options import add_device, table_columns
+from mpicomp.job import plural
 
 if TYPE_CHECKING:
     from mpicomp.compressors import Compressor
@@ -215,7 +216,7 @@ class _Printer:
         self.first = transport.group.rank == 0
         hosts, ranks = transport.group.hosts, transport.group.size
         self.job = results.job_environment(ranks, hosts, transport.group.sharing)
-        self.where = f"{count(ranks, 'rank')} on {count(hosts, 'host')}"
+        self.where = f"{plural(ranks, 'rank')} on {plural(hosts, 'host')}"
 
     def print_root(self, text: str) -> None:
         """Print a comment line on rank 0; programs that read OSU's format skip such lines."""

@@ -227,13 +227,13 @@ def _check_numbers(arguments: argparse.Namespace) -> None:
 
 
 def _check_replicas(shard: int, ranks: int) -> None:
-    from mpicomp.cli.options import count
     from mpicomp.errors import ConfigurationError
+    from mpicomp.job import plural
 
     if ranks % shard or ranks == shard > 1:
         raise ConfigurationError(
             f"train: --shard {shard} needs at least two replicas of {shard} ranks, and this job has "
-            f"{count(ranks, 'rank')}; start it with mpiexec -n {2 * shard}"
+            f"{plural(ranks, 'rank')}; start it with mpiexec -n {2 * shard}"
         )
 
 

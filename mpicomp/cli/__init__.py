@@ -51,7 +51,6 @@ def _parser(chosen: str | None) -> argparse.ArgumentParser:
 
 
 def _parse(words: Sequence[str]) -> argparse.Namespace:
-    """Read the words after ``mpicomp``; raise SystemExit if there is nothing to run."""
     chosen = next((word for word in words if not word.startswith("-")), None)
     if chosen is not None and chosen not in COMMANDS:
         if chosen in _REPLACED:
@@ -65,7 +64,6 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
 
 
 def _parse_on_one(parse: Callable[[], argparse.Namespace], rank: int) -> argparse.Namespace | int:
-    """Return the arguments, or the exit status if there is nothing to run."""
     silence = io.StringIO()
     with contextlib.ExitStack() as stack:
         if rank != 0:  # all ranks get the same command line, so one of them prints errors
@@ -89,7 +87,7 @@ def _report(error: Exception) -> None:
 
 
 def _end_job_with(launch: launcher.Launch | None) -> None:
-    """End the job with this rank, which is about to exit with an error: before MPI_Init others would wait for it."""
+    # This rank is about to exit with an error: before MPI_Init the others would wait for it.
     mpi = sys.modules.get("mpi4py.MPI")
     is_finalized = mpi is not None and mpi.Is_finalized()
     if abort.communicator_alive() is not None or (launch is not None and launch.size > 1 and not is_finalized):

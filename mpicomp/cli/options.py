@@ -97,11 +97,6 @@ def write_json(path: str, content: Any) -> None:
         file.write("\n")
 
 
-def count(number: int, noun: str) -> str:
-    """Return a number with a noun, in the plural unless it is 1."""
-    return f"{number} {noun}{'s' * (number != 1)}"
-
-
 def table_columns(text: str) -> dict[str, str]:
     """Return the names of a table's columns and the formats of their values, from words ``name:format``."""
     return {name: form for name, _, form in (word.partition(":") for word in text.split())}

@@ -15,6 +15,11 @@ def print_stderr(text: str) -> None:
     print(f"mpicomp: {text}", file=sys.stderr, flush=True)
 
 
+def plural(number: int, noun: str) -> str:
+    """Return a number with a noun, in the plural unless it is 1."""
+    return f"{number} {noun}{'s' * (number != 1)}"
+
+
 @contextlib.contextmanager
 def whole_file(path: str | os.PathLike[str], newline: str | None = None) -> Iterator[IO[str]]:
     """Open a text file that takes the place of an old one when all is written, or leaves it: a `FileWriteError`."""

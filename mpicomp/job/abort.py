@@ -1,15 +1,8 @@
-"""End the whole job when one rank fails, so that the others do not wait for it forever.
-
-An MPI job in which one rank stops with an error hangs: the others sit in a collective that will never be
-complete, and often the traceback is not even shown. `install` sets hooks that print it and end the job.
-It is called when MPI is first used. ``sys.exit`` alone is replaced as soon as this module is imported, in
-processes that a launcher started as one of several: in ``sys.exit(main())`` Python looks the function up
-before it calls ``main``. Until `install` was called, the replacement acts as the original.
+"""End the whole job when one rank fails, so that the others do not wait for it forever; `install` sets the hooks.
 
 Covered are uncaught exceptions in any thread, and ``sys.exit``, ``exit`` and ``quit`` with a status other than 0 on
 some of the ranks, unless all leave so within a second. A ``raise SystemExit(3)`` written out, or a ``sys.exit`` that
 was looked up before this module was imported, is not seen in time: start such a program with ``python -m mpi4py``.
-
 ``MPICOMP_ABORT=0`` in the environment turns all of it off.
 """
 
@@ -19,6 +12,7 @@ import _sitebuiltins
 import atexit
 import contextlib
 import faulthandler
+import functools
 import hashlib
 import io
 import os
@@ -44,10 +38,8 @@ _installed_in: int | None = None  # the process that installed the hooks; a fork
 _all_leave: bool | None = None  # whether all ranks have announced that they leave; None before a barrier
 _pending: list[Any] = []  # requests, and buffers that MPI may still read
 
-leaves_alone = False  # whether this rank leaves with an error while others go on
-
-ranks_died = False  # whether a rank of this job has died and this one has gone on without it
-
+leaves_alone = False  # whether this rank leaves with an error while others continue
+ranks_died = False  # whether a rank of this job has died and this one has continued without it
 status = 0  # exit status of this process; known when the interpreter begins to exit
 
 
@@ -72,8 +64,8 @@ def install() -> bool:
     if mpi is None or mpi.COMM_WORLD.Get_size() == 1:
         return False
     _installed_in = os.getpid()
-    _hook_main(sys.excepthook)
-    _hook_threads(threading.excepthook)
+    sys.excepthook = functools.partial(_on_exception, sys.excepthook)
+    threading.excepthook = functools.partial(_on_exception_in_thread, threading.excepthook)
     _replace_exit()
     return True
 
@@ -150,7 +142,7 @@ def wanted() -> bool:
 
 
 def _here() -> bool:
-    """Return whether this process installed the hooks and MPI is running. A forked child must not call MPI."""
+    # A forked child must not call MPI.
     return _installed_in == os.getpid() and communicator_alive() is not None
 
 
@@ -160,54 +152,42 @@ def _announce(text: str) -> None:
         print_stderr(f"rank {comm.Get_rank()} of {comm.Get_size()}: {text}")
 
 
-def _hook_main(previous: Callable[..., Any]) -> None:
-    def hook(kind: type[BaseException], value: BaseException, traceback: TracebackType | None) -> None:
-        if not _here():
+def _on_exception(
+    previous: Callable[..., Any], kind: type[BaseException], value: BaseException, traceback: TracebackType | None
+) -> None:
+    if not _here():
+        previous(kind, value, traceback)
+        return
+    try:
+        first = rank = communicator_alive().COMM_WORLD.Get_rank()
+        shared = issubclass(kind, MpicompError)  # all ranks may raise it
+        text = f"{kind.__name__}: {value}" if shared else ""
+        mine = hashlib.blake2b(text.encode(errors="replace"), digest_size=16).digest()
+        if shared and rank > 0:
+            notes = timed_barrier(mine, enough=lambda notes: notes.get(0) == mine)
+            first = min(other for other, note in notes.items() if note == mine)
+        if first == rank:
+            _announce("uncaught exception, ending the job")
             previous(kind, value, traceback)
-            return
-        try:
-            first = _first_with(kind, value)
-            if first == communicator_alive().COMM_WORLD.Get_rank():
-                _announce("uncaught exception, ending the job")
-                previous(kind, value, traceback)
-                if issubclass(kind, MpicompError):
-                    timed_barrier(_digest(kind, value))  # the others compare theirs with it before the job ends
-            else:
-                _announce(f"the same {kind.__name__} as on rank {first}, ending the job")
-        finally:
-            end_job(INTERRUPTED if issubclass(kind, KeyboardInterrupt) else 1)
-
-    sys.excepthook = hook
+            if shared:
+                timed_barrier(mine)  # the others compare theirs with it before the job ends
+        else:
+            _announce(f"the same {kind.__name__} as on rank {first}, ending the job")
+    finally:
+        end_job(INTERRUPTED if issubclass(kind, KeyboardInterrupt) else 1)
 
 
-def _first_with(kind: type[BaseException], value: BaseException) -> int:
-    """Return the first rank that ends with the same error of mpicomp's, as far as that is known soon."""
-    rank: int = communicator_alive().COMM_WORLD.Get_rank()
-    if rank == 0 or not issubclass(kind, MpicompError):
-        return rank
-    mine = _digest(kind, value)
-    notes = timed_barrier(mine, enough=lambda notes: notes.get(0) == mine)
-    return min(other for other, note in notes.items() if note == mine)
-
-
-def _digest(kind: type[BaseException], value: BaseException) -> bytes:
-    return hashlib.blake2b(f"{kind.__name__}: {value}".encode(errors="replace"), digest_size=16).digest()
-
-
-def _hook_threads(previous: Callable[..., Any]) -> None:
-    def hook(arguments: threading.ExceptHookArgs) -> None:
-        # SystemExit ends a thread and nothing else.
-        if not _here() or issubclass(arguments.exc_type, SystemExit):
-            previous(arguments)
-            return
-        try:
-            name = arguments.thread.name if arguments.thread else "unknown"
-            _announce(f"uncaught exception in thread {name}, ending the job")
-            previous(arguments)
-        finally:
-            end_job(1)
-
-    threading.excepthook = hook
+def _on_exception_in_thread(previous: Callable[..., Any], arguments: threading.ExceptHookArgs) -> None:
+    # SystemExit ends a thread and nothing else.
+    if not _here() or issubclass(arguments.exc_type, SystemExit):
+        previous(arguments)
+        return
+    try:
+        name = arguments.thread.name if arguments.thread else "unknown"
+        _announce(f"uncaught exception in thread {name}, ending the job")
+        previous(arguments)
+    finally:
+        end_job(1)
 
 
 class _Exit(SystemExit):
@@ -232,7 +212,6 @@ _Exit.__name__ = _Exit.__qualname__ = "SystemExit"
 
 
 def _exit(status: Any = None, /) -> NoReturn:
-    """Exit the interpreter by raising SystemExit(status), as the function of this name in sys does."""
     # Only the main thread ends the program. In the others, threading looks for this very class, not for ours.
     kind = _Exit if threading.current_thread() is threading.main_thread() else SystemExit
     # Like the original: a tuple is the arguments, not the status.
@@ -240,7 +219,7 @@ def _exit(status: Any = None, /) -> NoReturn:
 
 
 def _leave(code: Any) -> None:
-    """Prepare the end of the job if this rank leaves with an error; called as the interpreter begins to exit."""
+    # The interpreter begins to exit.
     global status, leaves_alone
     status = code & 0xFF if isinstance(code, int) else 0 if code is None else 1
     if status == 0 or _all_leave or not _here():

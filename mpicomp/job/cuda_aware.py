@@ -1,8 +1,6 @@
 """The MPI library of this process: its file, and whether it may be given pointers to GPU memory.
 
-A wrong yes ends in a segmentation fault and a wrong no in a copy through the host: only a certain yes is one. A
-library that was built for CUDA is not enough, as a setting may turn it off at run time; such settings are read
-before the library is asked. Nothing here starts MPI.
+A wrong yes ends in a segmentation fault and a wrong no in a copy through the host: only a certain yes is one.
 """
 
 import ctypes
@@ -110,7 +108,6 @@ def _needs(library: str, name: str, environ: Mapping[str, str]) -> str:
 
 
 def _ucx_takes_cuda(transports: str) -> bool:
-    """Return whether a list of UCX's transports, or of those that are left out (``^``), lets it touch GPU memory."""
     without = transports.strip().startswith("^")
     names = [name.strip().lstrip("\\") for name in transports.strip().lstrip("^").split(",")]
     named = any(name in ("cuda", "cuda_copy") for name in names)
@@ -187,13 +184,8 @@ def probe(
         return Awareness(True, "a child process that gave it GPU memory got it back")
     if ended.returncode == NO_GPU:
         return None
-    return Awareness(False, f"a child process that gave it GPU memory {_how(ended.returncode)}")
-
-
-def _how(status: int) -> str:
-    if status >= 0:
-        return f"ended with status {status}"
-    try:
-        return f"was ended by {signal.Signals(-status).name}"
-    except ValueError:
-        return f"was ended by signal {-status}"
+    how = f"ended with status {ended.returncode}"
+    if ended.returncode < 0:
+        names = {number.value: number.name for number in signal.Signals}
+        how = f"was ended by {names.get(-ended.returncode, f'signal {-ended.returncode}')}"
+    return Awareness(False, f"a child process that gave it GPU memory {how}")

@@ -96,7 +96,6 @@ class StartedRound(Pending):
             raise failure_of(error) from None
 
     def _post(self) -> None:
-        """Keep as many segments under way as there may be."""
         if self._ahead is not None and not self._ahead.is_posted:
             return
         self._ahead = None
@@ -114,7 +113,6 @@ class StartedRound(Pending):
             self._parts.append(None)
 
     def _advance(self, some: _Some) -> bool:
-        """Handle requests that ``some`` finds complete; return whether none is left."""
         if self._ahead is not None:
             self._post()
         done = sorted(some(self._requests) or (), reverse=True) if self._requests else []

@@ -42,10 +42,6 @@ class ChannelSet:
         """Advance the rounds under way; return whether none is left."""
         return False not in [channel.progress() for channel in self.channels.values()]
 
-    def closing(self, user: int) -> Closing:
-        """Return this rank's notice."""
-        return Closing(self.number, self.generation, user, *self.begun)
-
 
 class Closings:
     """The other ranks' notices about ``sets``, this rank's by number."""

@@ -50,7 +50,6 @@ def compare_clocks(transport: Transport) -> Rounds[float]:
 
 
 def _send_number(group: Group, source: int, to: int, number: float) -> Round:
-    """Return the round in which one rank sends a number to another one, as this rank sees it."""
     sends, receives = group.rank == source, group.rank == to
     return Round(
         "sendrecv",

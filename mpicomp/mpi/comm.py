@@ -81,7 +81,7 @@ class MPITransport(Transport):
         self.group = self._with_sums(pool.group)
 
     def _open(self, pool: Pool, front: ChannelSet, back: ChannelSet, sleeps: bool) -> None:
-        """Use channels, which return to the pool when this is closed or collected; ``back`` for the background."""
+        # The channels return to the pool when this is closed or collected.
         self._pool = pool
         self._front = front.channels
         self._back = back.channels
@@ -250,7 +250,6 @@ class MPITransport(Transport):
         raise RankFailedError("mpi: a rank has died")
 
     def _with_sums(self, group: Group) -> Group:
-        """Return the group, with whether its sums are identical, the same for all groups of a name. Collective."""
         names = (WORLD, HOST, ACROSS) if is_split(group) else (WORLD,)
         mine = [n not in self._front or sums_are_identical(self._front[n].comm, self._sleeps) for n in names]
         everyones = np.empty(len(names), np.int32)

@@ -1,11 +1,7 @@
-"""The end of a rank: it completes rounds that no caller waits for, and leaves when all other ranks leave, too.
-
-MPI's own end waits for all ranks as well, but silently, and a rank that still waits for this one would do so forever.
-Here the others learn of it, so that such a rank ends the job; see `mpicomp.mpi.watchdog`.
+"""The end of a rank: it tells the others, which may still wait for it, and leaves when all of them leave, too.
 
 If a rank of the job has died, none that has a transport enters MPI's own end, even if it had nothing to do with the
-dead one. That end has a barrier of Open MPI's launcher, which may last forever if a process ends without it at about
-that time, as those do that continue without the dead one.
+dead one: a barrier of Open MPI's launcher there may last forever if a process ends without it at about that time.
 """
 
 import atexit
@@ -14,7 +10,6 @@ import logging
 import os
 import sys
 import time
-from typing import Any
 
 from mpi4py import MPI
 
@@ -22,7 +17,7 @@ from mpicomp.errors import RankFailedError
 from mpicomp.job import abort
 from mpicomp.mpi.failures import all_end, fault_tolerant
 from mpicomp.mpi.pool import pools
-from mpicomp.mpi.thread import leave_all
+from mpicomp.mpi.thread import drivers
 from mpicomp.mpi.transport import Backoff
 from mpicomp.mpi.watcher import watcher
 
@@ -43,7 +38,8 @@ def leave() -> None:
         abort.end_job(abort.status)  # once the others know that this rank leaves, they end with their own status
     for pool in mine:
         pool.over = True
-    leave_all()
+    for driver in list(drivers):
+        driver.leave()
     watcher.stop()
     deadline, backoff = time.monotonic() + _LAST_ROUNDS_S, Backoff()
     # Rounds that a death has broken off never end.
@@ -69,13 +65,13 @@ def install() -> None:
         MPI.Finalize = _finalize_after_leaving
 
 
-def _finalize_after_leaving() -> Any:
+def _finalize_after_leaving() -> None:
     leave()
-    return _finalize() if _all_ranks_ended() else None
+    if _all_ranks_ended():
+        _finalize()
 
 
 def _all_ranks_ended() -> bool:
-    """Return whether all ranks reach this alive, after a wait, unless this rank knows of a death."""
     global _all_ended
     if abort.ranks_died:
         return False
@@ -85,7 +81,7 @@ def _all_ranks_ended() -> bool:
 
 
 def _end() -> None:
-    """End this process if a rank has died: MPI's own end, which is last, may wait forever."""
+    # MPI's own end, which is last, may wait forever if a rank has died.
     if os.getpid() == _process and abort.communicator_alive() is not None and not _all_ranks_ended():
         logging.shutdown()
         for stream in (sys.stdout, sys.stderr):

@@ -1,8 +1,4 @@
-"""N ranks inside one process, in lockstep and without MPI: for tests, simulation and learning.
-
-Each rank is a generator of rounds. All of them advance to their next round; when all ranks of a group are at the same
-one, it runs on their arrays. Sums are in rank order.
-"""
+"""N ranks inside one process, in lockstep and without MPI: for tests, simulation and learning."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -150,7 +146,6 @@ class LocalWorld:
         return values  # type: ignore[return-value]
 
     def _perform_met(self, asked: dict[int, Round]) -> dict[int, Any]:
-        """Run the rounds in which all ranks of a group have met; return the replies by rank."""
         replies: dict[int, Any] = {}
         members_of = {rank: self.transports[rank].members[task.group] for rank, task in asked.items()}
         for rank in sorted(asked):
@@ -165,7 +160,6 @@ class LocalWorld:
         return replies
 
     def _pass_time(self, members: Sequence[int], task: Round) -> float:
-        """Add the seconds of a round to the clocks, in the background to the links' alone; return when it ends."""
         ends = [self.transports[rank] for rank in members]
         network, group = ends[0].network, ends[0].group.part(task.group)
         if network is None:
@@ -230,14 +224,12 @@ def perform_together(tasks: Sequence[Round]) -> None:
 
 
 def _shared(task: Round) -> tuple[Any, ...]:
-    """Return the values that must be the same on all ranks of a round's group."""
     common = (task.operation, task.dtype, task.root, task.background, task.group)
     differ = task.operation == "sendrecv" or task.received is not None
     return common if differ else (*common, tuple(task.counts))
 
 
 def _sent_to(rank: int, tasks: Sequence[Round]) -> NDArray[Any] | None:
-    """Return the array that a rank receives in a ``sendrecv``, or raise if its peers disagree."""
     source = tasks[rank].peers[1]
     for other, task in enumerate(tasks):
         if (task.peers[0] == rank) != (other == source):

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from mpicomp.errors import ConfigurationError
 from mpicomp.job import print_stderr, variables
 from mpicomp.mpi.channel import Channel
-from mpicomp.mpi.channel_sets import NAMES, ChannelSet, Closings
+from mpicomp.mpi.channel_sets import NAMES, ChannelSet, Closing, Closings
 from mpicomp.mpi.failures import Process, UnreportedDeaths, fault_tolerant, kept, running_process
 from mpicomp.mpi.rounds import ACROSS, HOST, WORLD, Group, layout_groups
 from mpicomp.mpi.transport import wait
@@ -55,7 +55,15 @@ class Pool:
         self._watched: Watched | None = None
         # Open MPI's agreement breaks if another thread moves messages at the same time.
         if comm.size > 1 and fault_tolerant():
-            self._watched = self._watch_processes(comm, names)
+            mine = np.array(running_process(os.getpid()), np.int64)
+            rows = np.empty((comm.size, mine.size), np.int64)
+            wait(comm.Iallgather(mine, rows).Test)
+            host, watchdog = self.hosts[comm.rank], self.watchdog
+            here = [rank for rank in range(comm.size) if self.hosts[rank] == host and rank != comm.rank]
+            peers = {names[rank]: Process(*rows[rank].tolist()) for rank in here}
+            self._watched = UnreportedDeaths(
+                names[comm.rank], peers, lambda: bool(watchdog.waits) or watchdog.inside_mpi
+            )
         elif comm.size > 1 and self.thread_level == MPI.THREAD_MULTIPLE:
             self._watched = self.watchdog
         if self._watched is not None:
@@ -73,7 +81,15 @@ class Pool:
             taken = [self._sets[number] for number in self._common(offers)[:count]]
         for channel_set in offered:
             channel_set.free = channel_set not in taken
-        _check_variables(stall_s, end_s, wrong)
+        # Limits are those of rank 0.
+        if wrong >= 0:
+            name = variables.FLAGS[wrong]
+            raise ConfigurationError(f"mpi: {name} must be {variables.FLAG_WORDS}, and on some rank it is not")
+        for name, seconds in (("MPICOMP_STALL", stall_s), ("MPICOMP_STALL_END", end_s)):
+            if seconds < 0:
+                raise ConfigurationError(
+                    f"mpi: {name} must be a number of seconds, or 0 for never, and on rank 0 it is not"
+                )
         self.watchdog.stall_s, self.watchdog.end_s = stall_s, end_s
         self.thread_level = int(rows[:, 1].min())
         self._next = int(rows[:, 2].max())
@@ -108,12 +124,12 @@ class Pool:
         self._announce(used, user)
 
     def _announce(self, sets: Sequence[ChannelSet], user: int, dropped: bool = False) -> None:
-        """Tell the ranks that may still wait for this one that it begins no more rounds there, or none for a user."""
         if self.over or self.abandoned:
             return
         for channel_set in sets:
             self._closings.forget(channel_set.number, user)
-        self.watchdog.announce([channel_set.closing(user) for channel_set in sets], dropped)
+        closings = [Closing(used.number, used.generation, user, *used.begun) for used in sets]
+        self.watchdog.announce(closings, dropped)
 
     def revoke(self) -> None:
         """Have everything that ranks are in, or begin, on these communicators end with an error; not collective."""
@@ -134,18 +150,7 @@ class Pool:
         """Advance the rounds under way; return whether none is left."""
         return False not in [channel_set.progress() for channel_set in list(self._sets.values())]
 
-    def _watch_processes(self, comm: MPI.Comm, names: Sequence[int]) -> UnreportedDeaths:
-        """Watch the processes of the other ranks on this rank's host. Collective."""
-        mine = np.array(running_process(os.getpid()), np.int64)
-        rows = np.empty((comm.size, mine.size), np.int64)
-        wait(comm.Iallgather(mine, rows).Test)
-        here = [rank for rank, host in enumerate(self.hosts) if host == self.hosts[comm.rank] and rank != comm.rank]
-        peers = {names[rank]: Process(*rows[rank].tolist()) for rank in here}
-        watchdog = self.watchdog
-        return UnreportedDeaths(names[comm.rank], peers, lambda: bool(watchdog.waits) or watchdog.inside_mpi)
-
     def _offer(self) -> list[ChannelSet]:
-        """Return the sets that this rank knows to be free, and no longer free while they are offered."""
         if sum(not channel_set.free for channel_set in self._sets.values()) > _SETS_BEFORE_GC:
             gc.collect()  # their owners may be garbage that was not collected yet
         with self._lock:
@@ -156,7 +161,6 @@ class Pool:
         return offered
 
     def _gather_offers(self, comm: MPI.Comm, offered: Sequence[ChannelSet]) -> NDArray[np.int64]:
-        """Exchange limits, thread levels and offers, a row for each rank."""
         mine = np.full(_RANK_NUMBERS + _MAX_OFFERS * _SET_NUMBERS, -1, np.int64)
         limits_s = variables.seconds("MPICOMP_STALL", STALL_S), variables.seconds("MPICOMP_STALL_END", STALL_END_S)
         stall, end = (round(seconds * 1e6) for seconds in limits_s)
@@ -174,7 +178,7 @@ class Pool:
         return rows
 
     def _common(self, offers: NDArray[np.int64]) -> list[int]:
-        """Return the sets that all ranks offer, with equal numbers of rounds begun among the ranks of a channel."""
+        # Those that all ranks offer, with equal numbers of rounds begun among the ranks of a channel.
         of_rank = [{int(row[0]): row[1:].tolist() for row in offer if row[0] >= 0} for offer in offers]
         return [
             number
@@ -187,7 +191,6 @@ class Pool:
         ]
 
     def _make(self, world: MPI.Comm) -> ChannelSet:
-        """Make another set on a communicator that nothing else uses. Collective."""
         number = self._next
         self._next += 1
         whole = Channel(world, self._limit, number * len(NAMES), self.members[WORLD])
@@ -235,7 +238,6 @@ def pool_of(comm: MPI.Comm, layout: Sequence[int] | None, limit: int) -> Pool:
 
 
 def _barrier(comm: MPI.Comm) -> None:
-    """Wait until all ranks are here for the first time, and warn after a while that some are missing."""
     began, has_warned = time.monotonic(), False
     seconds = variables.seconds("MPICOMP_STALL", STALL_S) or float("inf")
 
@@ -262,15 +264,3 @@ def hosts_of_ranks(comm: MPI.Comm) -> list[int]:
     wait(comm.Iallgather(first, firsts).Test)
     numbers = {rank: number for number, rank in enumerate(dict.fromkeys(firsts.tolist()))}
     return [numbers[rank] for rank in firsts.tolist()]
-
-
-def _check_variables(stall_s: float, end_s: float, wrong: int) -> None:
-    """Raise on all ranks if a limit of rank 0 is not a number of seconds, or some rank's flag is neither on nor off."""
-    if wrong >= 0:
-        name = variables.FLAGS[wrong]
-        raise ConfigurationError(f"mpi: {name} must be {variables.FLAG_WORDS}, and on some rank it is not")
-    for name, seconds in (("MPICOMP_STALL", stall_s), ("MPICOMP_STALL_END", end_s)):
-        if seconds < 0:
-            raise ConfigurationError(
-                f"mpi: {name} must be a number of seconds, or 0 for never, and on rank 0 it is not"
-            )

@@ -8,7 +8,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Iterable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from typing import Any, TypeVar
 
 from mpicomp.errors import ClosedError, MpicompError
@@ -18,7 +18,8 @@ from mpicomp.mpi.transport import Backoff, RoundLog, Transport
 
 Value = TypeVar("Value")
 
-_drivers: "weakref.WeakSet[_Driver]" = weakref.WeakSet()
+drivers: "weakref.WeakSet[_Driver]" = weakref.WeakSet()
+"""Those of all threads, which `mpicomp.mpi.end` stops."""
 
 _MAX_LEAVE_S = 3.0  # for the thread to stop; it is mostly polling or asleep
 
@@ -99,7 +100,8 @@ class ProgressThread:
     def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
         # If this rank alone has failed, the thread waits for rounds that never end.
         if kind is None:
-            self._driver.finish()
+            self._driver.awaited = True
+            wait(list(self._driver.jobs))
         self.stop()
 
 
@@ -112,20 +114,18 @@ class _Driver:
         self.awaited = False  # whether another thread waits for it and computes nothing
         self.leaving = False
         self._transport = transport
-        self._idle = threading.Event()
         self._request: Request | None = None  # of the first job, and the started round that the job waits for
         self._pending: Pending | None = None
         self._began = 0.0
         # A daemon: where a program ends without `stop`, Python would wait for other threads before it calls `leave`.
         self.thread = threading.Thread(target=self._run, name="mpicomp progress", daemon=True)
-        _drivers.add(self)
+        drivers.add(self)
 
     def _run(self) -> None:
         processors.widen()
         lazy, eager = Backoff(eager=0), Backoff()
         while not self.leaving:
             if not self.jobs:
-                self._idle.set()
                 self.awake.wait()
                 self.awake.clear()
             elif self._poll(self.jobs[0]):
@@ -133,14 +133,6 @@ class _Driver:
                 eager.reset()
             else:
                 (eager if self.awaited else lazy).rest()
-
-    def finish(self) -> None:
-        """Wait until all submitted jobs are done."""
-        self.awaited = True
-        while self.jobs:
-            self._idle.clear()
-            self.awake.set()
-            self._idle.wait()
 
     def leave(self) -> None:
         self.leaving = True
@@ -153,21 +145,21 @@ class _Driver:
                 self.jobs.popleft().set_exception(ClosedError("progress thread: it was stopped before this was done"))
 
     def _poll(self, job: Job[Any]) -> bool:
-        """Advance the first job if its round is done, or begin it; return whether it moved."""
         try:
             if self._pending is not None and not self._pending.test():
                 return False
             returned = self._advance(job)
-            if returned is not None:
-                self._end_job().set_result(returned.value)
         except BaseException as error:  # it is raised where the job's result is asked for
             if not isinstance(error, MpicompError):
                 self._transport.abort_exchange(error)
-            self._end_job().set_exception(error)
+            self._pending = None
+            self.jobs.popleft().set_exception(error)
+        else:
+            if returned is not None:
+                self.jobs.popleft().set_result(returned.value)
         return True
 
     def _advance(self, job: Job[Any]) -> Returned[Any] | None:
-        """Advance a job to its next round that has to be waited for, or to its end."""
         transport = self._transport
         transport.log = job.log
         reply: Any = None
@@ -175,7 +167,7 @@ class _Driver:
             reply = transport.wait(self._pending)
             assert self._request is not None
             transport.note(self._request, self._began, transport.timer())
-        self._pending = self._request = None
+        self._pending = None
         while self._pending is None:
             request = advance(job.exchange, reply)
             if isinstance(request, Returned):
@@ -188,13 +180,3 @@ class _Driver:
                 self._request = request
                 self._pending = transport.start(request) if isinstance(request, Round) else request
         return None
-
-    def _end_job(self) -> Job[Any]:
-        self._pending = self._request = None
-        return self.jobs.popleft()
-
-
-def leave_all() -> None:
-    """Stop every progress thread, as this process leaves."""
-    for driver in list(_drivers):
-        driver.leave()

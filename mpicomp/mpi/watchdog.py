@@ -217,13 +217,12 @@ class Watchdog:
 
     @contextlib.contextmanager
     def _record_failure(self) -> Iterator[None]:
-        """Give up after a death: MPI reports it to the ranks that wait."""
         try:
             yield
         except (MPI.Exception, RankFailedError) as error:
             if isinstance(error, MPI.Exception) and failure_of(error) is error:
                 raise
-            self.failed = True
+            self.failed = True  # MPI reports a death to the ranks that wait
             watcher.drop(self)
 
     # Messages
@@ -279,7 +278,6 @@ class Watchdog:
     # Decisions
 
     def _inquire(self, inquiry: Inquiry) -> None:
-        """Ask about a round that takes long, end the job if it never ends, or report who is missing."""
         waited_s = time.monotonic() - inquiry.wait.since
         self._ask(inquiry, set(self._departed).intersection(inquiry.others) - inquiry.asked)
         if self.stall_s and waited_s > (inquiry.times_asked_all + _ASK_AT) * self.stall_s:
@@ -298,7 +296,6 @@ class Watchdog:
             self._report(inquiry)
 
     def _verdict(self, inquiry: Inquiry, waited_s: float) -> Verdict | None:
-        """Return why this rank would wait forever, or None while it may not."""
         left = inquiry.ranks_in(RankState.LEFT)
         if left:
             hint = "where ranks have different numbers of batches, optimizer.join() of docs/pytorch.md serves"
@@ -328,7 +325,6 @@ class Watchdog:
         return None
 
     def _act_on(self, verdict: Verdict, inquiry: Inquiry) -> None:
-        """End the job from another thread than the waiting one, whose stack is printed."""
         if not abort.wanted():
             if not inquiry.shown:
                 inquiry.shown = True
@@ -343,7 +339,7 @@ class Watchdog:
         abort.end_job(verdict.status)
 
     def _crossed(self, inquiry: Inquiry) -> list[int]:
-        """Return the ranks that wait for this one in another round than this one waits for them."""
+        # They wait for this rank in another round than it waits for them.
         return [
             rank
             for rank in inquiry.ranks_in(RankState.WAITS_ELSEWHERE)
@@ -365,7 +361,6 @@ class Watchdog:
         self._print(inquiry, f"{self._missing(inquiry)}; {_SAME_CALLS}. {where}; MPICOMP_STALL=0 turns this off")
 
     def _missing(self, inquiry: Inquiry) -> str:
-        """Return who is missing, in words."""
         # A rank that waits elsewhere may wait for the same missing rank, one hop before.
         present = inquiry.ranks_in(RankState.WAITS_HERE, RankState.IS_PAST, RankState.WAITS_ELSEWHERE)
         missing = sorted(set(inquiry.others) - set(present))
@@ -384,7 +379,6 @@ class Watchdog:
         return who
 
     def _stacks(self) -> str:
-        """Return the Python stacks of this rank's threads."""
         names = {thread.ident: thread.name for thread in threading.enumerate()}
         lines = [f"rank {self._names[self._mailbox.rank]}, process {os.getpid()} on {platform.node()}\n"]
         for ident, frame in sys._current_frames().items():

@@ -74,11 +74,10 @@ class Watcher:
         return 0.0 if self._interrupt is None else time.monotonic() - self._interrupt[0]
 
     def _hear_signals(self, pipe: int) -> None:
-        """Have Python write the numbers of signals there, unless the program uses that (asyncio does)."""
         if threading.current_thread() is not threading.main_thread():
             return
         before = signal.set_wakeup_fd(pipe, warn_on_full_buffer=False)
-        if before != -1:
+        if before != -1:  # the program uses it, as asyncio does
             signal.set_wakeup_fd(before)
         else:
             os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
@@ -100,7 +99,6 @@ class Watcher:
 
 
 def _main_position() -> tuple[int, int]:
-    """Return the instruction that the main thread is at."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     return (0, 0) if frame is None else (id(frame), frame.f_lasti)
 

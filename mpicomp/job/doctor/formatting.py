@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
+from mpicomp.job import plural
+
 Line = tuple[str, str]
 
 
@@ -35,15 +37,15 @@ def _places(report: dict[str, Any]) -> list[Line]:
     lines = [("ranks", str(report["ranks"]))]
     for number, host in enumerate(report["hosts"]):
         lines.append(
-            ("" if number else "hosts", f"{host['name']}: {_plural(len(host['ranks']), 'rank')}, "
-             f"{_plural(host['cores'], 'core')}")
+            ("" if number else "hosts", f"{host['name']}: {plural(len(host['ranks']), 'rank')}, "
+             f"{plural(host['cores'], 'core')}")
         )  # fmt: skip
     # Successive ranks with the same binding share a line.
     bindings = itertools.groupby(report["binding"], key=lambda one: (one["host"], one["cpus"], one["threads"]))
     for number, ((host, cpus, threads), group) in enumerate(bindings):
         first, *others = [one["rank"] for one in group]
         who = f"rank {first}" if not others else f"ranks {first}-{others[-1]}"
-        lines.append(("" if number else "binding", f"{who}: cpus {cpus} of {host}, {_plural(threads, 'thread')} each"))
+        lines.append(("" if number else "binding", f"{who}: cpus {cpus} of {host}, {plural(threads, 'thread')} each"))
     if set(report["gpus"]) <= {"none"}:
         lines.append(("GPUs", "none"))
     else:
@@ -71,10 +73,6 @@ def _network(report: dict[str, Any]) -> list[Line]:
     verdict = "dangerous" if fork["dangerous"] else "not dangerous"
     lines.append(("fork", f"{verdict} with live MPI ({fork['reason']})"))
     return lines
-
-
-def _plural(number: int, word: str) -> str:
-    return f"{number} {word}{'s' * (number != 1)}"
 
 
 def _three(number: float) -> str:

@@ -42,11 +42,6 @@ class Facts:
     fork: ForkSafety | None = None
     clocks: Clocks | None = None
 
-    @property
-    def hosts(self) -> list[list[Rank]]:
-        """The ranks of each host."""
-        return by_host(self.ranks)
-
 
 Check = Callable[[Facts], Iterator[Problem]]
 
@@ -118,7 +113,7 @@ def _misfits(rank: Rank) -> bool:
 
 def shared_cores(facts: Facts) -> Iterator[Problem]:
     """Find more ranks or threads than cores, and bindings that overlap."""
-    for ranks in facts.hosts:
+    for ranks in by_host(facts.ranks):
         host = ranks[0].host
         cpus = set().union(*(rank.cpus for rank in ranks))
         share = max(1, len(cpus) // len(ranks))
@@ -149,7 +144,7 @@ def shared_cores(facts: Facts) -> Iterator[Problem]:
 
 def openmp_binding(facts: Facts) -> Iterator[Problem]:
     """Find ranks that OpenMP binds to the same cores: it counts those of each rank from the first on."""
-    for ranks in facts.hosts if binds(facts.environ) else ():
+    for ranks in by_host(facts.ranks) if binds(facts.environ) else ():
         cpus = ranks[0].cpus
         sharing = sum(rank.cpus == cpus for rank in ranks)
         if sharing > 1 and len(cpus) > 1:
@@ -174,7 +169,7 @@ def _bind(launcher: str | None, cores: int) -> str:
 
 def shared_gpus(facts: Facts) -> Iterator[Problem]:
     """Find ranks that share a GPU, and masks that name a GPU that is not there."""
-    for ranks in facts.hosts:
+    for ranks in by_host(facts.ranks):
         host = ranks[0].host
         masked = next((rank for rank in ranks if rank.gpu_error is not None), None)
         if masked is not None:
@@ -211,16 +206,16 @@ def host_names(facts: Facts) -> Iterator[Problem]:
 
 def unused_transports(facts: Facts) -> Iterator[Problem]:
     """Find a fast network, or shared memory, that messages do not use."""
-    transports = facts.transports
+    transports, hosts = facts.transports, by_host(facts.ranks)
     if transports is None:
         return
-    if facts.adapters and transports.between == TCP and len(facts.hosts) > 1:
+    if facts.adapters and transports.between == TCP and len(hosts) > 1:
         yield Problem(
             f"there is {', '.join(facts.adapters)}, but MPI talks tcp between hosts ({transports.reason})",
             "unset UCX_TLS UCX_NET_DEVICES OMPI_MCA_pml FI_PROVIDER; if that is not it, take the MPI of your site in "
             "place of a wheel",
         )
-    if transports.inside == TCP and max(map(len, facts.hosts)) > 1:
+    if transports.inside == TCP and max(map(len, hosts)) > 1:
         yield Problem(
             f"ranks of one host talk tcp ({transports.reason})",
             "unset MPIR_CVAR_NOLOCAL UCX_TLS OMPI_MCA_btl, or add sm to the list",

@@ -1,8 +1,4 @@
-"""The transports that MPI uses inside a host and between hosts, inferred without using the network.
-
-No library reports the path of its messages. Its build, the environment and the adapters of the host leave few paths
-open; the reason names the evidence.
-"""
+"""The transports that MPI uses inside a host and between hosts, inferred from its build, settings and adapters."""
 
 from __future__ import annotations
 
@@ -93,7 +89,6 @@ def _open_mpi(files: Collection[str], cards: Sequence[str], environ: Mapping[str
 
 
 def _ucx(files: Collection[str], cards: Sequence[str], environ: Mapping[str, str], reasons: list[str]) -> str:
-    """Return the transport that UCX uses between hosts; ``UCX_TLS`` is among the reasons already where it is set."""
     devices = _setting("UCX_NET_DEVICES", environ, reasons)
     if not _permits(environ.get("UCX_TLS"), _RDMA) or not _permits(devices, cards):
         return TCP
@@ -119,7 +114,6 @@ def _ofi(cards: Sequence[str], environ: Mapping[str, str], reasons: list[str]) -
 
 
 def _setting(name: str, environ: Mapping[str, str], reasons: list[str]) -> str | None:
-    """Return a variable, and note it among the reasons if it is set."""
     value = environ.get(name)
     if value is not None:
         reasons.append(f"{name}={value}")
@@ -127,7 +121,7 @@ def _setting(name: str, environ: Mapping[str, str], reasons: list[str]) -> str |
 
 
 def _permits(setting: str | None, names: Sequence[str]) -> bool:
-    """Return whether a list of allowed beginnings of names, or with ``^`` of others, leaves some of these names."""
+    # The setting lists beginnings of names that are allowed, or with ^ left out.
     if setting is None:
         return True
     words = setting.lstrip("^").split(",")
