@@ -35,10 +35,7 @@ class SimulatedLinks(MPITransport):
         return array
 
     def perform(self, task: Round) -> NDArray[Any]:
-        due = self._occupy_link(task)
-        array = super().perform(task)
-        _sleep_until(due)
-        return array
+        return self.wait(self.start(task))
 
     def _occupy_link(self, task: Round) -> float:
         """Return when the link has carried a round, in either direction, after those before it."""

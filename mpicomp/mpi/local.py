@@ -200,11 +200,8 @@ def perform_together(tasks: Sequence[Round]) -> None:
         case "bcast":
             results = [tasks[first.root].send] * len(tasks)
         case "alltoallv":
-            bounds = [np.concatenate(([0], np.cumsum(task.counts))) for task in tasks]
-            parts = [
-                [task.send[bound[rank] : bound[rank + 1]] for task, bound in zip(tasks, bounds, strict=True)]  # type: ignore[index]
-                for rank in ranks
-            ]
+            sent = [np.split(task.send, np.cumsum(task.counts)[:-1]) for task in tasks]  # type: ignore[arg-type]
+            parts = [[of_rank[rank] for of_rank in sent] for rank in ranks]
             for rank, task in enumerate(tasks):
                 expected = [task.counts[rank]] * len(tasks) if task.received is None else list(task.received)
                 if [part.size for part in parts[rank]] != expected:

@@ -30,16 +30,13 @@ class Mailbox:
     def __init__(self, comm: MPI.Comm) -> None:
         self.rank, self.size = comm.rank, comm.size
         self._comm = comm
-        self._sent: list[tuple[MPI.Request, Any]] = []  # with their buffers, until MPI has sent them
-
-    @property
-    def all_sent(self) -> bool:
-        return not self._sent
+        self.unsent: list[tuple[MPI.Request, Any]] = []
+        """Messages that MPI has not sent yet, with their buffers."""
 
     def send(self, other: int, kind: Kind, *fields: int) -> None:
         message = np.zeros(_FIELDS, np.int64)
         message[: 1 + len(fields)] = kind, *fields
-        self._sent.append((self._comm.Isend(message, other, _NUMBERS), message))
+        self.unsent.append((self._comm.Isend(message, other, _NUMBERS), message))
 
     def send_all(self, kind: Kind, *fields: int) -> None:
         for other in range(self.size):
@@ -48,7 +45,7 @@ class Mailbox:
 
     def send_text(self, other: int, text: str) -> None:
         content = np.frombuffer(text.encode(), np.uint8)
-        self._sent.append((self._comm.Isend(content, other, _TEXT), content))
+        self.unsent.append((self._comm.Isend(content, other, _TEXT), content))
 
     def receive(self) -> Iterator[tuple[int, Kind, list[int]]]:
         """Yield the messages that have arrived: sender, kind and fields, of which those at the end may be unused."""
@@ -69,7 +66,7 @@ class Mailbox:
     def release_sent(self) -> None:
         """Free the buffers that MPI has sent."""
         if fault_tolerant():
-            done = completed(self._comm, [request for request, _ in self._sent])
-            self._sent = [sent for position, sent in enumerate(self._sent) if position not in done]
+            done = completed(self._comm, [request for request, _ in self.unsent])
+            self.unsent = [sent for position, sent in enumerate(self.unsent) if position not in done]
         else:
-            self._sent = [(request, message) for request, message in self._sent if not request.Test()]
+            self.unsent = [(request, message) for request, message in self.unsent if not request.Test()]

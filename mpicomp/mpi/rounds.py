@@ -232,7 +232,7 @@ class Pending(ABC):
 
 
 Request = Round | Pending
-"""Values that a generator may yield: a round to run or start, or a started round to wait for."""
+"""A generator yields a round to run or start, or a started round to wait for."""
 
 Rounds = Generator[Request, Any, Value]
 """A generator that yields requests, is sent their results, and returns a value."""

@@ -57,15 +57,13 @@ class ProgressThread:
     def __init__(self, transport: Transport, alone: bool = False) -> None:
         transport.check_threads(alone)
         self._driver = _Driver(transport.channel())
-        self._started = False
         # The thread knows the driver and not this object, which is collected like any other if `stop` is not called.
         self._leave = weakref.finalize(self, self._driver.leave)
 
     def start(self) -> "ProgressThread":
         """Start the thread; not collective."""
-        if self._started:
+        if self._driver.thread.ident is not None:
             raise MpicompError("progress thread: it is started once; make a new one")
-        self._started = True
         self._driver.thread.start()
         return self
 
@@ -74,7 +72,7 @@ class ProgressThread:
 
         Its rounds are added to ``log``, by default a list of its own.
         """
-        if not self._started or self._driver.leaving:
+        if self._driver.thread.ident is None or self._driver.leaving:
             raise ClosedError("progress thread: it does not run; call start, and submit nothing after stop")
         job = Job(exchange, log)
         self._driver.jobs.append(job)

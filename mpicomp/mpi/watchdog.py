@@ -149,7 +149,7 @@ class Watchdog:
     def alone(self) -> bool:
         """Whether all other ranks have left and know that this one has, or one has died."""
         left = sum(kind == Kind.LEFT for kind in self._departed.values())
-        return self.failed or (left == self._mailbox.size - 1 and self._mailbox.all_sent)
+        return self.failed or (left == self._mailbox.size - 1 and not self._mailbox.unsent)
 
     def add(self, channels: Iterable[Channel]) -> None:
         """Answer questions about these."""

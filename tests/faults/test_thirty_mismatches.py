@@ -1,4 +1,4 @@
-"""Thirty ways in which ranks may differ, each seeded: an error on all ranks, within two seconds, that names a rank."""
+"""Ways in which ranks may differ, each seeded: an error on all ranks, within two seconds, that names a rank."""
 
 import random
 import time
@@ -54,7 +54,6 @@ ARRAYS = {
 }
 OTHERS = ["a state of an earlier step", "a state of a later step", "one rank loads a state", "another learning rate"]
 KINDS = [*SETTINGS, *ARRAYS, *OTHERS]
-"""With a rank that makes fewer steps there are thirty."""
 
 
 def raised_on_all(comm, act):
@@ -109,31 +108,4 @@ def test_rank_that_differs_is_named_in_time(comm, kind):
     said, victim, seconds = disagree(comm, kind)
     print(f"{kind}: {seconds:.3f} s: {said}")
     assert f"rank {victim}" in said
-    assert seconds < LIMIT_S
-
-
-LEAVES = """
-import sys, time
-import numpy as np
-from mpi4py import MPI
-import mpicomp
-
-victim, steps = int(sys.argv[1]), int(sys.argv[2])
-reducer = mpicomp.Reducer("topk", "allgather")
-for step in range(steps if MPI.COMM_WORLD.rank == victim else 20):
-    reducer.reduce({"w": np.ones(1000, np.float32)})
-sys.stdout.write(f"{time.time()}\\n")
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_rank_that_makes_fewer_steps_ends_the_job(mpiexec, ranks):
-    rng = random.Random(ranks)
-    victim = rng.randrange(ranks)
-    done = mpiexec(ranks, "-c", LEAVES, victim, rng.randrange(1, 19))
-    seconds = time.time() - float(done.stdout.split()[0])
-    print(f"fewer steps, {ranks} ranks: {seconds:.3f} s to the end of the job")
-    assert done.returncode != 0
-    assert f"rank {victim} has left the program; ending the job" in done.stderr
     assert seconds < LIMIT_S

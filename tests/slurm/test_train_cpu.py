@@ -4,7 +4,7 @@ import json
 import os
 
 import pytest
-from slurm.jobs import BIN, submit
+from slurm.jobs import submit
 
 SINGLETONS = "srun started 4 processes, but each of them is rank 0 of 1"
 
@@ -50,11 +50,3 @@ def test_template_reports_missing_mpicomp(slurm, tmp_path):
     job = submit(slurm, tmp_path, "train_cpu.sbatch", VENV=tmp_path, PATH=os.defpath)
     assert (job.states, job.statuses) == (["FAILED"], [1])
     assert "train_cpu: mpicomp is not on the PATH of n1; set VENV or MODULES" in job.printed
-
-
-def test_wrong_launcher_is_named(slurm, mpich):
-    command = (BIN / "mpicomp", "train", "--task=digits", "--steps=1")
-    done = slurm.run("srun", "-N4", "-n4", "--mpi=none", *command, timeout=280)
-    assert done.returncode != 0
-    assert SINGLETONS in done.stderr
-    assert "start it with: srun --mpi=pmi2 -n 4" in done.stderr
