@@ -25,7 +25,7 @@ from mpicomp.mpi import end
 from mpicomp.mpi.channel import Channel, StartedRound
 from mpicomp.mpi.channel_sets import ChannelSet
 from mpicomp.mpi.failures import check_survives, failure_of, fault_tolerant
-from mpicomp.mpi.pool import Pool, hosts_of_ranks, is_split, pool_of
+from mpicomp.mpi.pool import Pool, hosts_of_ranks, is_split, pool_of, rows_of_ranks
 from mpicomp.mpi.rounds import ACROSS, HOST, WORLD, Group, Pending, Round
 from mpicomp.mpi.transport import Transport, received, wait
 
@@ -252,9 +252,8 @@ class MPITransport(Transport):
     def _with_sums(self, group: Group) -> Group:
         names = (WORLD, HOST, ACROSS) if is_split(group) else (WORLD,)
         mine = [n not in self._front or sums_are_identical(self._front[n].comm, self._sleeps) for n in names]
-        everyones = np.empty(len(names), np.int32)
-        wait(self._front[WORLD].comm.Iallreduce(np.array(mine, np.int32), everyones, MPI.MIN).Test)
-        identical = dict(zip(names, everyones.astype(bool).tolist(), strict=True))
+        everyones = rows_of_ranks(self._front[WORLD].comm, np.array(mine))
+        identical = {name: bool(flags.all()) for name, flags in zip(names, everyones.T, strict=True)}
         parts = (replace(p, identical_sums=identical.get(p.name, identical[WORLD])) for p in group.parts)
         return replace(group, identical_sums=identical[WORLD], parts=tuple(parts))
 
@@ -273,8 +272,7 @@ def cores_of_a_rank(comm: MPI.Comm, hosts: Sequence[int]) -> float:
     mine[[core for core in cores if core < _CORES]] = True
     sharing = launcher.ranks_of_host() if cores == os.sched_getaffinity(os.getppid()) else 1
     row = np.concatenate([np.packbits(mine), np.array([sharing], np.int32).view(np.uint8)])
-    everyones = np.empty((comm.size, row.size), np.uint8)
-    wait(comm.Iallgather(row, everyones).Test)
+    everyones = rows_of_ranks(comm, row)
     masks, shares = everyones[:, : _CORES // 8], everyones[:, _CORES // 8 :].copy().view(np.int32)
     on_host = [np.array(hosts) == host for host in set(hosts)]
     return float(
@@ -288,10 +286,7 @@ def cores_of_a_rank(comm: MPI.Comm, hosts: Sequence[int]) -> float:
 def sleeps_while_waiting(comm: MPI.Comm, cores: float) -> bool:
     """Return whether ranks that wait share their cores, or the value of ``MPICOMP_NAPS``. Collective."""
     wanted = variables.flag_or_none("MPICOMP_NAPS")
-    mine = cores < 1 if wanted is None else wanted
-    everyones = np.empty(1, np.int32)
-    wait(comm.Iallreduce(np.array([mine], np.int32), everyones, MPI.MAX).Test)
-    return bool(everyones[0])
+    return bool(rows_of_ranks(comm, np.array([cores < 1 if wanted is None else wanted])).any())
 
 
 def sums_are_identical(comm: MPI.Comm, sleeps: bool) -> bool:
@@ -309,7 +304,5 @@ def sums_are_identical(comm: MPI.Comm, sleeps: bool) -> bool:
                 sums[place + 2] = numbers[:size]
                 comm.Allreduce(send, sums[place + 2])
         digests.append(hashlib.blake2b(sums.tobytes(), digest_size=8).digest())
-    mine = np.frombuffer(b"".join(digests), np.uint8)
-    everyones = np.empty((comm.size, mine.size), np.uint8)
-    wait(comm.Iallgather(mine, everyones).Test)
+    everyones = rows_of_ranks(comm, np.frombuffer(b"".join(digests), np.uint8))
     return bool((everyones == everyones[0]).all())

@@ -10,7 +10,8 @@ import gc
 import os
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import numpy as np
 from mpi4py import MPI
@@ -55,9 +56,7 @@ class Pool:
         self._watched: Watched | None = None
         # Open MPI's agreement breaks if another thread moves messages at the same time.
         if comm.size > 1 and fault_tolerant():
-            mine = np.array(running_process(os.getpid()), np.int64)
-            rows = np.empty((comm.size, mine.size), np.int64)
-            wait(comm.Iallgather(mine, rows).Test)
+            rows = rows_of_ranks(comm, np.array(running_process(os.getpid()), np.int64))
             host, watchdog = self.hosts[comm.rank], self.watchdog
             here = [rank for rank in range(comm.size) if self.hosts[rank] == host and rank != comm.rank]
             peers = {names[rank]: Process(*rows[rank].tolist()) for rank in here}
@@ -168,14 +167,12 @@ class Pool:
         for position, channel_set in enumerate(offered):
             start = _RANK_NUMBERS + position * _SET_NUMBERS
             mine[start : start + _SET_NUMBERS] = channel_set.number, *channel_set.begun
-        rows = np.empty((comm.size, mine.size), np.int64)
         self._offers.begun += 1
         self.watchdog.waits[self] = time.monotonic(), self._offers, self._offers.begun, "making of a transport", 0
         try:
-            wait(comm.Iallgather(mine, rows).Test, self.watchdog.poll_if_due)
+            return rows_of_ranks(comm, mine, self.watchdog.poll_if_due)
         finally:
             self.watchdog.waits.pop(self, None)
-        return rows
 
     def _common(self, offers: NDArray[np.int64]) -> list[int]:
         # Those that all ranks offer, with equal numbers of rounds begun among the ranks of a channel.
@@ -208,6 +205,13 @@ class Pool:
         self.watchdog.add(channels.values())
         made = self._sets[number] = ChannelSet(number, channels)
         return made
+
+
+def rows_of_ranks(comm: MPI.Comm, row: NDArray[Any], on_wait: Callable[[], None] | None = None) -> NDArray[Any]:
+    """Return the rows of all ranks, of one length and dtype. Collective."""
+    rows = np.empty((comm.size, row.size), row.dtype)
+    wait(comm.Iallgather(row, rows).Test, on_wait)
+    return rows
 
 
 def is_split(group: Group) -> bool:
@@ -260,7 +264,6 @@ def hosts_of_ranks(comm: MPI.Comm) -> list[int]:
     first = np.array([comm.rank], np.int64)
     wait(shared.Ibcast(first, 0).Test)
     shared.Free()
-    firsts = np.empty(comm.size, np.int64)
-    wait(comm.Iallgather(first, firsts).Test)
-    numbers = {rank: number for number, rank in enumerate(dict.fromkeys(firsts.tolist()))}
-    return [numbers[rank] for rank in firsts.tolist()]
+    firsts = rows_of_ranks(comm, first).ravel().tolist()
+    numbers = {rank: number for number, rank in enumerate(dict.fromkeys(firsts))}
+    return [numbers[rank] for rank in firsts]

@@ -49,6 +49,7 @@ from mpicomp.mpi.rounds import Returned, Round, advance, observe
 from mpicomp.policies import POLICIES
 from mpicomp.policies.surveys import Spectra, SpectrumSurvey
 from mpicomp.reducer.agreement import Signature, agree
+from mpicomp.systems.lgc.leader_message import Frame, LeaderMessage, leader_of, share_selection
 from mpicomp.testing import mean_of
 from mpicomp.testing.examples import example, representatives
 from mpicomp.workspace import Workspace
@@ -58,6 +59,7 @@ SPARE = 64
 SIZES = 8, 300  # elements of an array
 DTYPES = np.dtype(np.float32), np.dtype(np.float64)
 LEARNED = {"encoder": (2,), "decoder": (2,), "passes": 1, "dense_steps": 0, "training_steps": 1, "ratio": 0.3}
+_NETWORK = 8, 16, 16, 8  # channels of the layers of a learned code
 _STEPS = 24  # after which a policy that exchanges surveys now and then has done so
 _SHARED_MEMORY = "/dev/shm"
 _EXTREMES = [0, 1, 2, -1, -2, 2**31 - 1, 2**31, 2**32 - 1, 2**63 - 1, -(2**63), 255, 65535, 65536]
@@ -135,6 +137,9 @@ def decoders() -> dict[str, Decoder]:
         if isinstance(compressor, Quantiser):
             found[f"packed/{_name(compressor)}"] = packed(compressor)
     found["indices/elias-fano"] = codes_of_indices
+    for instance in ("ring", "server"):
+        found[f"lead/lgc-{instance}"] = _leader_message(instance)
+    found["code/autoencoder"] = _learned_code
     found["survey/spectrum"] = _spectrum
     for policy in POLICIES.names():
         found[f"telemetry/{policy}"] = _telemetry(policy)
@@ -414,6 +419,59 @@ def whole_exchange(compressor, collective):
         return _replayed(fence, received, begin, check)
 
     return make
+
+
+def _leader_message(instance):
+    """What the leading rank of LGC sends: indices, and the scales and signs of coded values."""
+
+    def make(rng, fence):
+        numel, dtype = random_numel(rng) + 64, rng.choice(DTYPES)
+        compressor = mpicomp.LGC(**LEARNED, instance=instance).bind(*_layers(numel))
+        selected = compressor.selected(numel)
+        frame = Frame(selected, signs=bool(rng.integers(2))) if rng.integers(2) else None
+        lead = LeaderMessage(selected, numel, frame)
+        ends, step = LocalWorld(2).transports, int(rng.integers(99))
+        contexts = [Context(end.group, step, workspace=Workspace(fence)) for end in ends]
+        leader = leader_of(contexts[0])
+        other = 1 - leader
+        inputs = [_accumulated(fence, random_array(rng, numel, dtype)) for _ in ends]
+        with activated(fence):
+            message = advance(share_selection(lead, inputs[leader](), contexts[leader])).send.tobytes()
+
+        def check(received):
+            assert received.values.size == received.indices.size == selected.count
+            check_ascending(received.indices, numel)
+            if received.problem is not None:
+                raise received.problem
+
+        return _replayed(fence, [message], lambda: share_selection(lead, inputs[other](), contexts[other]), check)
+
+    return make
+
+
+def _learned_code(rng, fence):
+    """Weights of LGC's autoencoder, and values in its code."""
+    dtype, ranks = rng.choice(DTYPES), int(rng.integers(1, 4))
+    compressor = mpicomp.LGC(**LEARNED | {"encoder": _NETWORK, "decoder": _NETWORK})
+    with activated(fence):
+        code = compressor.make_code(Workspace(fence), 7)
+    count = code.least + int(rng.integers(SIZES[1]))
+    weights = rng.standard_normal(code.size(ranks)).astype(np.float32)
+    values = random_array(rng, code.length(count), dtype)
+    outs = [fence.zeros(count, dtype) for _ in range(2)]
+    rooms = [fence.zeros(array.nbytes, np.uint8) for array in (weights, values)]
+
+    def decode(message):
+        rooms[0][:], rooms[1][:] = np.split(message, [weights.nbytes])
+        with activated(fence), np.errstate(all="ignore"):
+            code.use(rooms[0].view(np.float32))
+            code.begin_step(int(rooms[0][0]))
+            coded = rooms[1].view(dtype)
+            for worker in range(ranks):
+                code.decode(coded, outs[0], worker)
+            code.decode_near(coded, coded, *outs)
+
+    return Case(weights.tobytes() + values.tobytes(), decode, resizes=False)
 
 
 def agreement(rng, fence):

@@ -1,6 +1,6 @@
 """Soak: random plans, shapes and faults for thousands of steps, and everything looked at that must not change.
 
-    mpiexec -n 4 python tests/faults/soak.py [--steps 20000] [--seed 0] [--episode 0] [--seconds S] [--json F]
+    mpiexec -n 4 python tests/faults/soak.py [--steps 20000] [--seed 0] [--episode 0]
 
 An episode is a reducer with random settings, on all ranks or with the ranks in two groups that go by themselves. Its
 steps have random arrays, and now and then a fault on one rank, or a checkpoint that another reducer goes on from. In
@@ -21,8 +21,6 @@ import collections
 import ctypes
 import faulthandler
 import hashlib
-import json
-import math
 import os
 import shutil
 import sys
@@ -369,13 +367,13 @@ def _numbers(what):
     return [item if isinstance(item, int) else int.from_bytes(item.encode()[:4]) for item in what]
 
 
-def soak(steps, seed, number, say, most_s=math.inf):
-    """Run episodes until so many steps are made, or seconds gone, and return what was seen on this rank."""
+def soak(steps, seed, number, say):
+    """Run episodes until so many steps are made, and return what was seen on this rank."""
     world, opened, counts = MPI.COMM_WORLD, CommunicatorCount(), collections.Counter()
     folder = Path(world.bcast(tempfile.mkdtemp(prefix="mpicomp-soak-") if world.rank == 0 else None))
     done, worst, began, seen = 0, 0.0, time.monotonic(), []
     episode = None
-    while done < steps and world.bcast(time.monotonic() - began < most_s):
+    while done < steps:
         faulthandler.dump_traceback_later(LIMIT_S, exit=True)
         step = -1
         try:
@@ -406,9 +404,7 @@ def soak(steps, seed, number, say, most_s=math.inf):
     world.Barrier()
     if world.rank == 0:
         shutil.rmtree(folder, ignore_errors=True)
-    return {"steps": done, "episodes": number, "seconds": time.monotonic() - began, "worst": worst, "seen": seen} | {
-        "counts": dict(counts)
-    }
+    return {"steps": done, "episodes": number, "worst": worst, "seen": seen, "counts": dict(counts)}
 
 
 def main():
@@ -417,8 +413,6 @@ def main():
     parser.add_argument("--steps", type=int, default=20_000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--episode", type=int, default=0, help="the first one")
-    parser.add_argument("--seconds", type=float, default=math.inf, help="begin no episode after so many")
-    parser.add_argument("--json", help="a file for what was seen")
     arguments = parser.parse_args()
     world = MPI.COMM_WORLD
 
@@ -430,13 +424,11 @@ def main():
         os.environ.setdefault(name, limit)  # a longer wait is reported, and ends the job
     warnings.simplefilter("error", RuntimeWarning)  # of NumPy, which ends a step in its middle where a user has it so
     say(f"{world.size} ranks, {MPI.get_vendor()}, seed {arguments.seed}, {len(PAIRS)} pairs")
-    everyones = world.allgather(soak(arguments.steps, arguments.seed, arguments.episode, say, arguments.seconds))
+    everyones = world.allgather(soak(arguments.steps, arguments.seed, arguments.episode, say))
     growths, grown = zip(*(verdict(values["seen"]) for values in everyones), strict=True)
     judged = all(growth is not None for growth in growths)
-    if world.rank == 0 and arguments.json:
-        Path(arguments.json).write_text(json.dumps({"ranks": world.size, "seed": arguments.seed, "of_rank": everyones}))
     first = everyones[0]
-    say(f"{first['steps']} steps, {first['episodes']} episodes, {first['seconds']:.0f} s; counts: {first['counts']}")
+    say(f"{first['steps']} steps, {first['episodes']} episodes; counts: {first['counts']}")
     say(f"largest error of the law: {max(each['worst'] for each in everyones):.3f} of what rounding is allowed")
     if judged:
         say(f"growth of memory, by rank: {', '.join(f'{100 * growth:+.2f} %' for growth in growths)}")

@@ -54,15 +54,3 @@ def test_train_runs_a_task_compressor_and_policy_of_plugins(mpicomp, tmp_path):
     steps = [json.loads(line) for line in (tmp_path / "steps.jsonl").read_text().splitlines()]
     dense = [step["step"] for step in steps if step["buckets"][0]["compressor"]["id"] == "dense"]
     assert set(range(4, 20, 5)) <= set(dense)
-
-
-def test_bench_measures_compressor_and_collective_of_plugins(mpicomp, tmp_path):
-    files = plugins(EXAMPLES / "sign_topk.py", EXAMPLES / "tree.py")
-    words = ["--numel", "100000", "--compressor", "sign-topk", "--limit", "0.2", "--json", "rows.json"]
-    mpicomp("bench", "collectives", *files, *words, ranks=2)
-    rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
-    pairs = {(row["compressor"], row["collective"]) for row in rows}
-    assert {("sign-topk", "allgather"), ("sign-topk", "auto"), ("dense", "tree")} <= pairs
-    mpicomp("bench", "kernels", *files, "--numel", "10000", "--compressor", "sign-topk", "--json", "rows.json")
-    rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
-    assert "sign-topk.compress" in {row["name"] for row in rows}
