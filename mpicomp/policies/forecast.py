@@ -61,7 +61,7 @@ class Job:
     ready_s: Sequence[float]  # when the gradient of each is ready, relative to the last one: at most 0
     compute_s: float  # of a step, median
     muon_s: float | None = None  # that Muon's step adds; None where it was not measured
-    hidden: float = 0.0  # share of the elements that Muon would step
+    hidden: float = 0.0  # share of the elements that Muon would step; 0 where the model is not like a GPT
     steps: int = 1000  # of the training
     normalises: bool = True  # whether the optimizer divides by the root of a mean square, as Adam does
     statistics: ElementStatistics | None = None  # of the gradients; None takes those of a GPT

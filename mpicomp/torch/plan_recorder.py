@@ -4,8 +4,7 @@ import json
 import logging
 import os
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from statistics import median
 from typing import Any
 
@@ -39,39 +38,38 @@ def record_plan(optimizer: Any, parameters: Mapping[str, torch.Tensor], normalis
     path, group = os.environ.get(VARIABLE), optimizer.reducer.transport.group
     if path:
         PlanRecorder(optimizer, parameters, normalises, path)
-    elif group.hosts > 1 and not any(map(is_sharded, parameters.values())):
-        _Advice(optimizer, parameters)
+    if path or group.hosts == 1 or any(map(is_sharded, parameters.values())):
+        return
+    ends: list[float] = []
+
+    def after_step(optimizer: Any, *_: Any) -> None:
+        ends.append(time.perf_counter())
+        if len(ends) < _ADVICE_STEPS:
+            return
+        handle.remove()
+        reducer = optimizer.reducer
+        times = getattr(reducer.policy, "step_times", None)  # of policies that measure
+        if times is not None and reducer.cost is not None and times.compute_s:
+            job = job_of(parameters, times.compute_s)
+            text = advice(job, reducer.cost.network, group, median(np.diff(ends[-STEPS:]).tolist()))
+            if text is not None:
+                _log.warning("mpicomp: %s", text)
+
+    handle = optimizer.register_step_post_hook(after_step)
 
 
 def job_of(parameters: Mapping[str, torch.Tensor], compute_s: float) -> Job:
     """Return the job of a model as one bucket, with the seconds of a step without an exchange; times Muon here."""
-    hidden, numel = _hidden(parameters)
-    return Job([numel], [0.0], compute_s, muon_seconds(hidden), _numel(hidden) / numel)
+    muon_s, hidden = _muon(parameters)
+    return Job([sum(parameter.numel() for parameter in parameters.values())], [0.0], compute_s, muon_s, hidden)
 
 
-class _Advice:
-    """Times steps, and advises by them after `_ADVICE_STEPS`."""
-
-    def __init__(self, optimizer: Any, parameters: Mapping[str, torch.Tensor]) -> None:
-        self._parameters = parameters
-        self._ends: deque[float] = deque(maxlen=STEPS)
-        self._steps = 0
-        self._handle = optimizer.register_step_post_hook(self._after_step)
-
-    def _after_step(self, optimizer: Any, *_: Any) -> None:
-        self._steps += 1
-        self._ends.append(time.perf_counter())
-        if self._steps < _ADVICE_STEPS:
-            return
-        self._handle.remove()
-        reducer = optimizer.reducer
-        times = getattr(reducer.policy, "step_times", None)  # of policies that measure
-        if times is None or reducer.cost is None or not times.compute_s:
-            return
-        job = job_of(self._parameters, times.compute_s)
-        text = advice(job, reducer.cost.network, reducer.transport.group, float(np.median(np.diff(self._ends))))
-        if text is not None:
-            _log.warning("mpicomp: %s", text)
+def _muon(parameters: Mapping[str, torch.Tensor]) -> tuple[float, float]:
+    """Return the seconds of Muon's step, and the share of the elements that it steps; 0 with convolutions."""
+    hidden = [parameters[name] for name in hidden_matrices(parameters, None)]
+    total = sum(parameter.numel() for parameter in parameters.values())
+    is_like_gpt = all(parameter.ndim <= 2 for parameter in parameters.values())
+    return muon_seconds(hidden), is_like_gpt * sum(parameter.numel() for parameter in hidden) / total
 
 
 class PlanRecorder:
@@ -157,13 +155,13 @@ class PlanRecorder:
         slowed = max(1.0, seconds / processor_s) if on_host else 1.0
         ready = [median(times.get(name, 0.0) for times in self._ready) for name in self._parameters]
         order = sorted(range(len(ready)), key=ready.__getitem__)
-        hidden, numel = _hidden(self._parameters)
+        muon_s, hidden = _muon(self._parameters)
         self.job = Job(
             sizes=[self._sizes[place] for place in order],
             ready_s=[ready[place] for place in order],
             compute_s=median(self._seconds),
-            muon_s=slowed * muon_seconds(hidden),
-            hidden=_numel(hidden) / numel,
+            muon_s=slowed * muon_s,
+            hidden=hidden,
             normalises=self._normalises,
             statistics=None if self._statistics.is_zero else self._statistics,
             kernels=self._kernels(slowed) if on_host else {},
@@ -197,15 +195,6 @@ class PlanRecorder:
             )  # means are copied into gradients
             for key, kernel in model.kernels.items()
         }
-
-
-def _hidden(parameters: Mapping[str, torch.Tensor]) -> tuple[list[torch.Tensor], int]:
-    """Return the matrices that Muon would step, and the elements of the model."""
-    return [parameters[name] for name in hidden_matrices(parameters, None)], _numel(parameters.values())
-
-
-def _numel(parameters: Iterable[torch.Tensor]) -> int:
-    return sum(parameter.numel() for parameter in parameters)
 
 
 def _least_s(work: Callable[[], Any]) -> float:

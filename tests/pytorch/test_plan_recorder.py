@@ -2,12 +2,15 @@
 
 import json
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import mpicomp.torch
+from mpicomp.cost import CostModel, Network
 from mpicomp.mpi import LocalWorld
+from mpicomp.mpi.rounds import Group
 from mpicomp.policies.forecast import Job
 from mpicomp.torch import plan_recorder
 
@@ -50,3 +53,23 @@ def test_record_has_sizes_order_seconds_and_the_ranks_own_gradients(compressor, 
     assert SLEEP_S <= job.compute_s < 10 * SLEEP_S
     assert job.hidden == pytest.approx(2048 / 2304)  # the last layer is a head
     assert job.statistics.signal > 0.9  # all batches are the same one, also where few elements were sent
+
+
+@pytest.mark.parametrize("gbits", [0.001, 1000.0])
+def test_advice_is_logged_once_where_links_are_slow(gbits, caplog, monkeypatch):
+    monkeypatch.setattr(plan_recorder, "_ADVICE_STEPS", 5)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64))
+    optimizer = torch.optim.Adam(model.parameters())
+    network = Network(4)
+    network.set_link("world", 1e-6, 8e-9 / gbits, 0.1)
+    optimizer.reducer = SimpleNamespace(
+        transport=SimpleNamespace(group=Group(0, 4, hosts=4)),
+        policy=SimpleNamespace(step_times=SimpleNamespace(compute_s=1e-3 if gbits < 1 else 1.0)),
+        cost=CostModel(network),
+    )
+    plan_recorder.record_plan(optimizer, dict(model.named_parameters()), normalises=True)
+    for _ in range(12):
+        model(torch.ones(2, 64)).sum().backward()
+        time.sleep(0.1 if gbits < 1 else 0.0)
+        optimizer.step()
+    assert ["LocalMuon" in record.getMessage() for record in caplog.records] == [True] * (gbits < 1)
