@@ -23,12 +23,7 @@ from mpicomp.kernels.cpu.indices import ascending_below, decode_indices, decode_
 from mpicomp.kernels.cpu.merge import count_reaching, intersect, merge_add, merge_subtract, norm_change, split_largest
 from mpicomp.kernels.cpu.message import sparse_add, write_header, write_tail
 from mpicomp.kernels.cpu.moments import Moments, logarithms
-from mpicomp.kernels.cpu.products import (
-    conv_double,
-    conv_halve,
-    conv_mix,
-    conv_room,
-)
+from mpicomp.kernels.cpu.products import conv_double, conv_halve, conv_mix, conv_room
 from mpicomp.kernels.cpu.quadratic_levels import pack_quadratic, unpack_quadratic
 from mpicomp.kernels.cpu.scatter import Pieces, clear_at, concatenate, gather, scatter_add, subtract_at
 from mpicomp.kernels.cpu.select import kth_magnitude, select_candidates, select_largest

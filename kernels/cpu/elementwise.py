@@ -9,9 +9,14 @@ def scale(array: Floats, factor: float) -> bool:
     return bool(_scale(array, array.dtype.type(factor), np.finfo(array.dtype).max))
 
 
+@kernel
 def energy(array: Floats) -> float:
     """Return the squared L2 norm of an array, summed in float64."""
-    return float(_energy(array))
+    total = 0.0
+    for i in range(array.size):
+        value = np.float64(array[i])
+        total += value * value
+    return total
 
 
 def momentum(
@@ -32,15 +37,6 @@ def share_rounding(exact: Floats, rounded: Floats, ranks: int, array: Floats, se
     Return the growth of the squared L2 norm of ``array - sent``.
     """
     return float(_share_rounding(exact, rounded, exact.dtype.type(ranks), array, sent))
-
-
-@kernel
-def _energy(array):  # type: ignore[no-untyped-def]
-    total = 0.0
-    for i in range(array.size):
-        value = np.float64(array[i])
-        total += value * value
-    return total
 
 
 @exact

@@ -214,11 +214,6 @@ class _Grid(NamedTuple):
 
 
 @kernel
-def _block_of(bucket):  # type: ignore[no-untyped-def]
-    return _BLOCK // bucket * bucket if bucket <= _BLOCK else _BLOCK
-
-
-@kernel
 def _pack(array, first, last, bases, grid, words, sent, key, codes):  # type: ignore[no-untyped-def]
     number, bucket, bits, steps = array.dtype.type, grid.bucket, grid.bits, grid.steps
     for which in range(first // bucket, (last - 1) // bucket + 1):
@@ -246,7 +241,7 @@ def _pack_grid(array, keys, bucket, bits, euclidean, bases, steps, words, sent, 
     offset = _offset_of(bases, bits)
     points = np.int32((1 << bits) - 1 if bases is not None else 2 * offset)
     grid = _Grid(steps, bucket, bits, points, offset)
-    block = _block_of(bucket)
+    block = _BLOCK // bucket * bucket if bucket <= _BLOCK else _BLOCK
     lost = 0.0
     for first in range(0, array.size, block):
         last = min(first + block, array.size)

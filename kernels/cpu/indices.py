@@ -67,17 +67,13 @@ def decode_indices_of(messages: Bytes, starts: Sequence[int], counts: Sequence[i
     return True
 
 
+@kernel
 def ascending_below(indices: Indices, numel: int) -> bool:
     """Return whether indices ascend without repetition and are below ``numel``."""
-    return indices.size == 0 or (int(indices[-1]) < numel and bool(_ascending(indices[:-1], indices[1:])))
-
-
-@kernel
-def _ascending(earlier, later):  # type: ignore[no-untyped-def]
     wrong = np.uint32(0)
-    for j in range(later.size):
-        wrong |= np.uint32(later[j] <= earlier[j])  # no early end: so it vectorises
-    return wrong == 0
+    for j in range(1, indices.size):
+        wrong |= np.uint32(indices[j] <= indices[j - 1])  # no early end: so it vectorises
+    return bool(wrong == 0 and (indices.size == 0 or indices[indices.size - 1] < numel))
 
 
 # Nothing checks bounds in the kernels below: comments show why indices are inside the arrays. Integers are

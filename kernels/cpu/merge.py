@@ -73,12 +73,18 @@ def split_largest(
     )  # fmt: skip
 
 
+@kernel
 def norm_change(array: Floats, indices: Indices, sent: Floats) -> float:
     """Return how much the squared L2 norm of ``array`` changes when ``sent`` is subtracted at ``indices``.
 
     Indices are in range and do not repeat. The array is not changed.
     """
-    return float(_norm_change(array, indices, sent))
+    change = 0.0
+    for j in range(indices.size):
+        before = np.float64(array[indices[j]])
+        after = before - np.float64(sent[j])
+        change += after * after - before * before
+    return change
 
 
 def _check_room(name: str, needed: int, indices: Indices, values: Floats) -> None:
@@ -167,13 +173,3 @@ def _split_largest(  # type: ignore[no-untyped-def]
         left_values[left] = values[j]
         left += 1
         j += 1
-
-
-@kernel
-def _norm_change(array, indices, sent):  # type: ignore[no-untyped-def]
-    change = 0.0
-    for j in range(indices.size):
-        before = np.float64(array[indices[j]])
-        after = before - np.float64(sent[j])
-        change += after * after - before * before
-    return change

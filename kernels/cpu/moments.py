@@ -107,11 +107,6 @@ def _logarithm32(array):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def _logarithm(array):  # type: ignore[no-untyped-def]
-    return _logarithm64(array) if array.itemsize == 8 else _logarithm32(array)
-
-
-@kernel
 def _logarithms(array, stride):  # type: ignore[no-untyped-def]
     nonzero, total, logarithm = 0, 0.0, 0.0
     for start in range(0, array.size, _BLOCK * stride):
@@ -119,5 +114,5 @@ def _logarithms(array, stride):  # type: ignore[no-untyped-def]
         for i in range(block.size):
             nonzero += block[i] != 0
         total += _sums(block)[0]
-        logarithm += _logarithm(block)
+        logarithm += _logarithm64(block) if array.itemsize == 8 else _logarithm32(block)
     return nonzero, total, logarithm

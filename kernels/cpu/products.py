@@ -39,11 +39,6 @@ def conv_double(
     _double(values, weights, bias, out.dtype.type(slope), gate, gate is not out, scratch, out)
 
 
-def conv_mix(values: Floats, weights: Singles, bias: Singles, out: Floats) -> None:
-    """Add up channels with weights of shape (outputs, inputs), place by place, without a rectifier."""
-    _mix(values, weights, bias, out)
-
-
 @exact
 def _halve(values, weights, bias, slope, gate, gated, scratch, out):  # type: ignore[no-untyped-def]
     number = out.dtype.type
@@ -102,7 +97,8 @@ def _double(values, weights, bias, slope, gate, gated, scratch, out):  # type: i
 
 
 @exact
-def _mix(values, weights, bias, out):  # type: ignore[no-untyped-def]
+def conv_mix(values: Floats, weights: Singles, bias: Singles, out: Floats) -> None:
+    """Add up channels with weights of shape (outputs, inputs), place by place, without a rectifier."""
     number = out.dtype.type
     places = out.shape[1]
     for start in range(0, places, _TILE):

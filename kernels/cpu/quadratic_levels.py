@@ -198,11 +198,6 @@ def _pack_quadratic(array, bits_of, bits, packed, scales, sent):  # type: ignore
 
 
 @kernel
-def _sound(base, step, last):  # type: ignore[no-untyped-def]
-    return base >= 0 and step >= 0 and np.float64(base) + np.float64(last * last) * np.float64(step) <= _LARGEST
-
-
-@kernel
 def _unpack_quadratic(packed, scales, bits, out):  # type: ignore[no-untyped-def]
     codes = np.empty(SQUARES_BLOCK, np.uint8)
     last = (1 << (bits - 1)) - 1
@@ -211,7 +206,9 @@ def _unpack_quadratic(packed, scales, bits, out):  # type: ignore[no-untyped-def
     for block in range(scales.size // 2):
         start = block * SQUARES_BLOCK
         base, step = scales[2 * block], scales[2 * block + 1]
-        right &= _sound(base, step, last)
+        highest = np.float64(base) + np.float64(last * last) * np.float64(step)
+        if not (base >= 0 and step >= 0 and highest <= _LARGEST):
+            right = False
         _unfold(packed[block * length : (block + 1) * length], bits, codes)
         _write(codes, min(SQUARES_BLOCK, out.size - start), base, step, last, out, start)
     return right

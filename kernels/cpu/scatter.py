@@ -24,14 +24,18 @@ def scatter_add(indices: Indices, values: Floats, factor: float, out: Floats) ->
     return bool(_scatter_add(indices, values, out.dtype.type(factor), out))
 
 
+@kernel
 def subtract_at(indices: Indices, values: Floats, out: Floats) -> None:
     """Subtract ``values`` from ``out`` at ``indices``, which are in range and do not repeat."""
-    _subtract_at(indices, values, out)
+    for j in range(indices.size):
+        out[indices[j]] -= values[j]
 
 
+@kernel
 def clear_at(indices: Indices, out: Floats) -> None:
     """Set ``out`` to zero at ``indices``, which are in range."""
-    _clear_at(indices, out)
+    for j in range(indices.size):
+        out[indices[j]] = 0
 
 
 class Pieces:
@@ -114,15 +118,3 @@ def add_ascending(indices, values, factor, out):  # type: ignore[no-untyped-def]
     for j in range(indices.size):
         out[indices[j]] += factor * values[j]
     return True
-
-
-@kernel
-def _subtract_at(indices, values, out):  # type: ignore[no-untyped-def]
-    for j in range(indices.size):
-        out[indices[j]] -= values[j]
-
-
-@kernel
-def _clear_at(indices, out):  # type: ignore[no-untyped-def]
-    for j in range(indices.size):
-        out[indices[j]] = 0

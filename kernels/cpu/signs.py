@@ -28,9 +28,12 @@ def pack_signs_in_place(array: Floats, block: int, scales: Singles, words: Words
     return float(_pack_signs(array, as_bits(array), block, scales, words, None, array))
 
 
+@kernel
 def unpack_signs(scales: Singles, words: Words, block: int, out: Floats) -> None:
     """Decode the signs of `pack_signs` to a float32 or float64 array of the same length."""
-    _unpack_signs(scales, words, block, out)
+    for number in range(scales.size):
+        start = number * block
+        _write(words, start, min(start + block, out.size), out.dtype.type(scales[number]), out, None)
 
 
 def unpack_signs_add(
@@ -46,12 +49,12 @@ def unpack_signs_add(
 
 def pack_votes(array: Floats, words: Words) -> None:
     """Reduce an array to its signs, with zeros after the last element."""
-    _pack_votes(as_bits(array), words)
+    _signs(as_bits(array), 0, array.size, words)
 
 
 def unpack_votes(words: Words, value: float, out: Floats) -> None:
     """Write ``-value`` where a bit is set and ``value`` elsewhere, to a float32 or float64 array of shape (n,)."""
-    _unpack_votes(words, out.dtype.type(value), out)
+    _write(words, 0, out.size, out.dtype.type(value), out, None)
 
 
 @kernel
@@ -128,13 +131,6 @@ def _write(words, start, stop, value, out, add):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def _unpack_signs(scales, words, block, out):  # type: ignore[no-untyped-def]
-    for number in range(scales.size):
-        start = number * block
-        _write(words, start, min(start + block, out.size), out.dtype.type(scales[number]), out, None)
-
-
-@kernel
 def _unpack_signs_add(scales, words, block, factor, out, afresh):  # type: ignore[no-untyped-def]
     for number in range(scales.shape[1]):
         end = min(out.size, (number + 1) * block)
@@ -144,13 +140,3 @@ def _unpack_signs_add(scales, words, block, factor, out, afresh):  # type: ignor
             for row in range(scales.shape[0]):
                 value = out.dtype.type(factor * scales[row, number])
                 _write(words[row], start, min(start + _PART, end), value, out, True)
-
-
-@kernel
-def _pack_votes(bits, words):  # type: ignore[no-untyped-def]
-    _signs(bits, 0, bits.size, words)
-
-
-@kernel
-def _unpack_votes(words, value, out):  # type: ignore[no-untyped-def]
-    _write(words, 0, out.size, value, out, None)
