@@ -197,15 +197,15 @@ def array_is_written_to(result, rank):
         ),
         (
             lambda result, rank: setattr(result, "nonfinite", False),
-            "one_bad_rank_is_seen_by_all", "nan on rank 0 is not seen by all",
+            "flags_reach_all", "nan on rank 0 is not seen by all",
         ),
         (
             lambda result, rank: setattr(result, "stale", False),
-            "one_stale_rank_is_seen_by_all", "rank 0 is stale, and not all know it",
+            "flags_reach_all", "rank 0 is stale, and not all know it",
         ),
         (
             lambda result, rank: setattr(result, "nonfinite", result.nonfinite or result.stale),
-            "one_stale_rank_is_seen_by_all", "taken for not finite",
+            "flags_reach_all", "taken for not finite",
         ),
     ],
 )  # fmt: skip

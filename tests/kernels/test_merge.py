@@ -3,8 +3,6 @@ import itertools
 import numpy as np
 import pytest
 from device.kinds import word_of
-from hypothesis import given
-from hypothesis import strategies as st
 from mpicomp.kernels import cpu, gpu
 from mpicomp.kernels.gpu.merge import PART
 
@@ -13,14 +11,6 @@ FEW = [0, 1, 31, 32, 33]
 SIZES = [*itertools.product(FEW, FEW), (1000, 1000), (1000, 0), (1, 1000), (PART // 2, PART // 2), (3000, 2500)]
 VALUES = [1.0, -1.0, 2.0, 0.0, -0.0, 0.5, -3.0, np.inf, -np.inf, np.nan, 1e30]
 MERGES = ["merge_add", "merge_subtract", "intersect"]
-
-numbers = st.integers(-3, 3).map(float) | st.sampled_from([0.5, -1e30, np.inf, -np.inf, np.nan])
-selections = st.dictionaries(st.integers(0, 30) | st.integers(2**32 - 5, 2**32 - 1), numbers, max_size=25)
-
-
-def arrays(selection, dtype):
-    indices = sorted(selection)
-    return np.array(indices, np.uint32), np.array([selection[index] for index in indices], dtype)
 
 
 def slowly(name, first, first_values, second, second_values):
@@ -47,12 +37,6 @@ def check_merge(kernels, name, pairs):
     expected = slowly(name, *pairs)
     assert indices[:count].tolist() == list(expected)
     np.testing.assert_array_equal(values[:count], np.array(list(expected.values()), values.dtype))
-
-
-@pytest.mark.parametrize("name", MERGES)
-@given(first=selections, second=selections)
-def test_merges_are_those_of_dictionaries(kernels, dtype, name, first, second):
-    check_merge(kernels, name, [*arrays(first, dtype), *arrays(second, dtype)])
 
 
 def pairs_of(sizes, kind, dtype):
