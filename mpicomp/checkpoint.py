@@ -193,7 +193,6 @@ def _path(folder: Any, subsystem: str) -> Path:
 
 
 def _attempt(work: Callable[[], Value], failure: str) -> tuple[Value | None, MpicompError | None]:
-    """Return the result of ``work`` and None, or None and an error that can be raised on all ranks."""
     try:
         return work(), None
     except MpicompError as error:
@@ -388,20 +387,14 @@ class _RankFile:
                 self.tree = _decode(json.loads(metadata["state"]))
                 self.leaves = {leaf.name: leaf for _, leaf in _walk(self.tree) if isinstance(leaf, _Leaf)}
         except FileNotFoundError:
-            raise self._error("is missing") from None
+            raise self.error("is missing") from None
         except Exception as error:
-            raise self._error(f"is torn, or no file of a checkpoint ({type(error).__name__}: {error})") from None
+            raise self.error(f"is torn, or no file of a checkpoint ({type(error).__name__}: {error})") from None
         if schema != SCHEMA:
             raise CheckpointError(
                 f"load_checkpoint: '{path}' has schema {schema!r} of mpicomp {wrote}, and mpicomp {__version__} reads "
                 f"schema {SCHEMA}; load it with that version"
             )
-
-    def check(self, header: _Header) -> "_RankFile":
-        """Return self, or raise the error of another header."""
-        if self.header != header:
-            raise self._error(f"is the file of {self.header}, where that of {header} must be")
-        return self
 
     def read(self, leaf: _Leaf) -> Any:
         try:
@@ -409,7 +402,7 @@ class _RankFile:
         except CheckpointError:
             raise
         except Exception as error:
-            raise self._error(f"cannot be read ({type(error).__name__}: {error})") from None
+            raise self.error(f"cannot be read ({type(error).__name__}: {error})") from None
 
     def _read(self, leaf: _Leaf) -> Any:
         stored = self._file.get_tensor(leaf.name)
@@ -427,7 +420,7 @@ class _RankFile:
         array = (stored if stored.dtype == dtype else stored.view(dtype)).reshape(leaf.shape)
         return array[()] if leaf.kind == "scalar" else array
 
-    def _error(self, problem: str) -> CheckpointError:
+    def error(self, problem: str) -> CheckpointError:
         return CheckpointError(
             f"load_checkpoint: '{self.path}' {problem}; where an older checkpoint was kept, moving this folder away "
             "loads that one"
@@ -503,8 +496,10 @@ class _Redistribution:
 
     def _file(self, rank: int) -> _RankFile:
         if rank not in self._opened:
-            path = self._folder / _file_name(rank)
-            self._opened[rank] = _RankFile(path).check(self._header._replace(rank=rank))
+            file, expected = _RankFile(self._folder / _file_name(rank)), self._header._replace(rank=rank)
+            if file.header != expected:
+                raise file.error(f"is the file of {file.header}, where that of {expected} must be")
+            self._opened[rank] = file
         return self._opened[rank]
 
     def _made(self, node: Any, place: str) -> Any:
@@ -557,7 +552,8 @@ class _Redistribution:
             return arrays[0]
         wide = [to_host(array).astype(np.float64) for array in arrays]
         mean = sum((share * array for share, array in zip(shares.values(), wide, strict=True)), np.zeros_like(wide[0]))
-        return _like(arrays[0], mean)
+        mean = np.asarray(mean, to_host(arrays[0]).dtype)
+        return mean if isinstance(arrays[0], np.ndarray) else sys.modules["torch"].from_numpy(mean)
 
 
 def _walk(tree: Any, place: str = "state") -> Iterator[tuple[str, Any]]:
@@ -598,8 +594,3 @@ def weights(rank: int, ranks: int, written: int) -> dict[int, float]:
         source: (min(stop, (source + 1) * ranks) - max(start, source * ranks)) / written
         for source in range(start // ranks, -(-stop // ranks))
     }
-
-
-def _like(old: Any, values: NDArray[np.float64]) -> Any:
-    array = np.asarray(values, to_host(old).dtype)
-    return array if isinstance(old, np.ndarray) else sys.modules["torch"].from_numpy(array)

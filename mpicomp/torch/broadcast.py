@@ -86,10 +86,11 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root: int = 0, c
 
 
 def _send_parameters(model: Any, root: int, group: Group) -> Rounds[None]:
-    problem = _check_root(root, group, _PARAMETERS)
+    problem: MpicompError | None = None
     specs: list[ArraySpec] | None = None
     states: dict[str, Any] = {}  # extra ones of modules, on the root
     try:
+        _check_root(root, group, _PARAMETERS)
         entries = _entries_of(model, group)
         specs = [ArraySpec(name, _kind(name, entry), tuple(getattr(entry, "shape", ()))) for name, entry in entries]
         for name, entry in entries if group.rank == root else ():
@@ -98,7 +99,7 @@ def _send_parameters(model: Any, root: int, group: Group) -> Rounds[None]:
                 advice = "pass the model's tensors alone: model.named_parameters()"
                 _check_sendable(states[name], _PARAMETERS, f"'{name}'", advice)
     except MpicompError as error:
-        problem = problem or error
+        problem = error
     yield from agree(None if specs is None else Signature({"root": root}, specs), problem, group, _PARAMETERS)
     for name, entry in entries:
         if isinstance(entry, torch.nn.Module):
@@ -116,9 +117,10 @@ def _send_parameters(model: Any, root: int, group: Group) -> Rounds[None]:
 
 
 def _send_state(optimizer: Any, root: int, group: Group) -> Rounds[None]:
-    problem = _check_root(root, group, _STATE)
+    problem: MpicompError | None = None
     signature: Signature | None = None
     try:
+        _check_root(root, group, _STATE)
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise ConfigurationError(f"{_STATE}: a torch optimizer is needed, got {type(optimizer).__name__}")
         members = [
@@ -126,24 +128,28 @@ def _send_state(optimizer: Any, root: int, group: Group) -> Rounds[None]:
             for index, settings in enumerate(optimizer.param_groups)
             for place, parameter in enumerate(settings["params"])
         ]
+        plain = [
+            {key: value for key, value in settings.items() if key not in ("params", "param_names")}
+            for settings in optimizer.param_groups
+        ]
         compared = {"root": root, "class of the optimizer": type(optimizer).__name__}
         signature = Signature(compared | {"len(param_groups)": len(optimizer.param_groups)}, array_specs(dict(members)))
         if group.rank == root:
-            held: list[tuple[Any, Any]] = [(None, _settings_of(settings)) for settings in optimizer.param_groups]
+            held: list[tuple[Any, Any]] = [(None, settings) for settings in plain]
             held += [(parameter, optimizer.state.get(parameter)) for _, parameter in members]
             empty = [_plain(value, parameter, lambda _: torch.empty(0)) for parameter, value in held]
             _check_sendable(
                 empty, _STATE, f"the state of {type(optimizer).__name__}", "load the checkpoint on every rank"
             )
     except MpicompError as error:
-        problem = problem or error
+        problem = error
     yield from agree(signature, problem, group, _STATE)
     if isinstance(optimizer, OptimizerProxy):
         yield from _drop_partial_load(optimizer, group)
-    for settings in optimizer.param_groups:
-        sent = yield from _value_from_root(_settings_of(settings), torch.empty(0), root, group)
+    for present, settings in zip(optimizer.param_groups, plain, strict=True):
+        sent = yield from _value_from_root(settings, torch.empty(0), root, group)
         if group.rank != root:
-            settings.update(_filled(sent, settings, None))
+            present.update(_filled(sent, present, None))
     for _, parameter in members:  # one at a time, since all of them may be larger than the model
         sent = yield from _value_from_root(optimizer.state.get(parameter), parameter, root, group)
         if sent is None:
@@ -157,7 +163,7 @@ def _send_state(optimizer: Any, root: int, group: Group) -> Rounds[None]:
 
 
 def _drop_partial_load(optimizer: OptimizerProxy, group: Group) -> Rounds[None]:
-    """Leave out a state of reducers that not all ranks have loaded, such as the root's, whose residuals are its own."""
+    # Residuals of the root, for one, are its own.
     loaded = (yield from gather_rows(np.uint8(optimizer.reducer.loaded is not None), group)).ravel()
     if not loaded.any() or loaded.all():
         return
@@ -192,14 +198,12 @@ def as_bytes(tensor: torch.Tensor) -> NDArray[np.uint8]:
     return view
 
 
-def _check_root(root: int, group: Group, subsystem: str) -> MpicompError | None:
-    if 0 <= root < group.size:
-        return None
-    return ConfigurationError(f"{subsystem}: root must be a rank from 0 to {group.size - 1}, got {root}")
+def _check_root(root: int, group: Group, subsystem: str) -> None:
+    if not 0 <= root < group.size:
+        raise ConfigurationError(f"{subsystem}: root must be a rank from 0 to {group.size - 1}, got {root}")
 
 
 def _value_from_root(value: Any, parameter: torch.Tensor, root: int, group: Group) -> Rounds[Any]:
-    """Return the root's value, with its tensors on the host or on the parameter's device."""
     content = np.empty(0, _BYTE)
     if group.rank == root:
         content = np.frombuffer(_saved(_plain(value, parameter, torch.clone)), _BYTE)
@@ -214,8 +218,7 @@ def _value_from_root(value: Any, parameter: torch.Tensor, root: int, group: Grou
 
 
 def _check_sendable(value: Any, subsystem: str, noun: str, advice: str) -> None:
-    """Refuse a value that could not be read without running code."""
-    try:
+    try:  # reading runs no code
         _loaded(_saved(value))
     except Exception as error:
         text = str(error).partition("\n")[0]
@@ -236,7 +239,6 @@ def _loaded(content: bytes, place: Any = None) -> Any:
 
 
 def _entries_of(model: Any, group: Group) -> list[tuple[str, Any]]:
-    """Return names with the tensors to send, and with the modules that have an extra state."""
     is_state = isinstance(model, Mapping) and {"state", "param_groups"} <= set(model)
     if isinstance(model, torch.optim.Optimizer) or is_state:
         raise ConfigurationError(
@@ -266,7 +268,6 @@ def _entries_of(model: Any, group: Group) -> list[tuple[str, Any]]:
 
 
 def _kind(name: str, entry: Any) -> str:
-    """Return the properties besides name and shape that must be the same on all ranks."""
     if isinstance(entry, torch.nn.Module):
         return "extra state"
     if not isinstance(entry, torch.Tensor):
@@ -292,21 +293,19 @@ def _kind(name: str, entry: Any) -> str:
     return f"{kind} expanded along {expanded}" if expanded else kind
 
 
-def _settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
-
-
 def _plain(value: Any, parameter: Any, copied: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Return a copy that ``torch.load`` reads by its defaults: a shard becomes its rank's tensor in a dict."""
     if isinstance(value, torch.Tensor):
         if not is_sharded(value):
             return copied(value.detach())
-        if not (is_sharded(parameter) and _cut_of(value) == _cut_of(parameter)):
+        shards: list[Any] = [held for held in (value, parameter) if is_sharded(held)]
+        cuts = [(shard.shape, shard.placements, shard.device_mesh) for shard in shards]
+        if len(cuts) < 2 or cuts[0] != cuts[1]:
+            shape, placements, mesh = cuts[0]
             raise ConfigurationError(
                 f"{_STATE}: state tensors must be sharded as their parameter or not at all, got one that is a DTensor "
-                f"{_cut_of(value)}"
+                f"of shape {tuple(shape)} with placements {tuple(placements)} on {mesh}"
             )
-        return {_SHARD: copied(local_of(value).detach())}
+        return {_SHARD: copied(local_of(value).detach())}  # torch.load would not read a DTensor
     if isinstance(value, dict):
         return {key: _plain(inner, parameter, copied) for key, inner in value.items()}
     if isinstance(value, list | tuple):
@@ -315,13 +314,8 @@ def _plain(value: Any, parameter: Any, copied: Callable[[torch.Tensor], torch.Te
     return value.item() if isinstance(value, np.generic) else value
 
 
-def _cut_of(tensor: Any) -> str:
-    return f"of shape {tuple(tensor.shape)} with placements {tuple(tensor.placements)} on {tensor.device_mesh}"
-
-
 @torch.no_grad()
 def _filled(sent: Mapping[str, Any], present: Mapping[str, Any], parameter: Any) -> dict[str, Any]:
-    """Return the root's values, in this rank's tensors where they fit."""
     filled = {}
     for key, value in sent.items():
         is_shard = isinstance(value, dict) and value.keys() == {_SHARD}

@@ -17,7 +17,7 @@ from mpicomp.reducer.agreement import Signature, agree
 from mpicomp.torch.broadcast import as_bytes
 from mpicomp.torch.combined import optimizers_in
 from mpicomp.torch.parameters import MAX_NORM_ADVICE
-from mpicomp.torch.shards import array_specs, exchanged
+from mpicomp.torch.shards import array_specs, exchanged, local_of, whole_of
 
 COMPARE_EVERY = 500  # default steps from one comparison of replicas to the next: it costs under a thousandth
 BROADCAST_ADVICE = "call mpicomp.torch.broadcast_parameters(model) before training"
@@ -54,12 +54,14 @@ _MESSAGES = {
 
 def check_same(tensors: Mapping[str, torch.Tensor], group: Group, subsystem: str, advice: str) -> Rounds[None]:
     """Raise an error that ends in ``advice`` on all ranks where tensors of the same name and shape differ in a bit."""
-    digests = np.frombuffer(b"".join(map(_digest_of_tensor, tensors.values())), np.uint8)
+    contents = (as_bytes(tensor.detach().cpu().contiguous()) for tensor in tensors.values())
+    hashes = [hashlib.blake2b(content.data, digest_size=_DIGEST_BYTES).digest() for content in contents]
+    digests = np.frombuffer(b"".join(hashes), np.uint8)
     rows = (yield from gather_rows(digests, group)).reshape(group.size, len(tensors), _DIGEST_BYTES)
     for name, differs in zip(tensors, (rows != rows[0]).any(axis=2).T, strict=True):
         if differs.any():
             renormed = yield from gather_rows(np.uint8(_is_renormed(tensors[name])), group)
-            text = _MESSAGES["values"].format(name=name, ranks=ranks_text(differs), advice=advice)
+            text = _MESSAGES["values"].format(name=name, ranks=_ranks_text(differs), advice=advice)
             raise DisagreementError(f"{subsystem}: {text}{_MESSAGES['renormed'] if renormed.any() else ''}")
 
 
@@ -116,7 +118,7 @@ class SettingsCheck:
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, subsystem: str) -> None:
-        self._weak_optimizer: Callable[[], Any] = weakref.ref(optimizer)
+        self.optimizer: Callable[[], Any] = weakref.ref(optimizer)
         self._subsystem = subsystem
         kinds = [type(member) for member in optimizers_in(optimizer)]
         plain = [kind.__bases__[-1] if hasattr(kind, "_mpicomp_before") else kind for kind in kinds]
@@ -132,7 +134,8 @@ class SettingsCheck:
         self._message: Pending | None = None
 
     def settings(self) -> dict[str, Any]:
-        optimizer = self._weak_optimizer()
+        """Return the class and settings by name."""
+        optimizer = self.optimizer()
         groups = settings_of(optimizer)
         named = {f"param_groups[{index}]['{key}']": group[key] for index, group in enumerate(groups) for key in group}
         sizes = {
@@ -143,10 +146,7 @@ class SettingsCheck:
 
     def begin(self, group: Group) -> Rounds[bool]:
         """Begin a step; return whether all ranks must agree again, since settings of this rank have changed."""
-        values = self._current()
-        if values != self._values:
-            self._values = values
-            self._digest = _digest_of_settings(self.settings())
+        self._refresh()
         if self._message is not None:  # of a step that failed
             yield self._message
             self._message = None
@@ -173,30 +173,32 @@ class SettingsCheck:
 
     def compare(self, group: Group) -> Rounds[None]:
         """Raise a `DisagreementError` on all ranks that names the first setting in which they differ."""
-        settings = self.settings()
         try:
-            yield from agree(Signature(settings, []), None, group, self._subsystem)
+            yield from agree(Signature(self.settings(), []), None, group, self._subsystem)
         except DisagreementError as error:
             if "param_groups[" in str(error):
                 raise DisagreementError(f"{error}; {_MESSAGES['rate']}") from None
             raise
-        self._values, self._digest = self._current(), _digest_of_settings(settings)
+        self._values = []
+        self._refresh()
         if self._compared and self._digest != self._compared:
             self._watched_steps = _WATCHED_STEPS
         self._compared = self._digest
 
-    def _current(self) -> list[Any]:
-        """Return the settings, with versions in place of tensors."""
-        optimizer = self._weak_optimizer()
+    def _refresh(self) -> None:
+        optimizer = self.optimizer()
         keys = _setting_names(optimizer)
-        return [_version(group[key]) for group in optimizer.param_groups for key in keys if key in group]
+        values = [_version(group[key]) for group in optimizer.param_groups for key in keys if key in group]
+        if values != self._values:
+            self._values = values
+            text = json.dumps(self.settings(), sort_keys=True).encode()
+            self._digest = hashlib.blake2b(text, digest_size=_SETTINGS_DIGEST_BYTES).digest()
 
 
 class LoadedStateCheck:
     """Compares the ranks' optimizers once after a load: their state must be the same, and residuals must differ."""
 
     def __init__(self, subsystem: str, same_batches: bool) -> None:
-        self.optimizer_state: Callable[[], dict[str, torch.Tensor]] = dict
         self.is_due = False
         self._subsystem = subsystem
         self._same_batches = same_batches
@@ -207,11 +209,19 @@ class LoadedStateCheck:
         self.is_due = True
         self._residual_sum = sum_of_bits([torch.as_tensor(residual) for residual in residuals])
 
-    def compare(self, loaded: NDArray[np.uint8], group: Group) -> Rounds[None]:
-        """Compare the states, which ``loaded`` ranks have loaded."""
-        state, who = self.optimizer_state(), f"{self._subsystem}: the optimizer's state"
+    def compare(
+        self, optimizer: Any, parameters: Mapping[str, torch.Tensor], loaded: NDArray[np.uint8], group: Group
+    ) -> Rounds[None]:
+        """Compare the states of parameters, which ``loaded`` ranks have loaded."""
+        state = {
+            f"{name}, {key}": torch.as_tensor(local_of(value))
+            for name, parameter in parameters.items()
+            for key, value in optimizer.state.get(whole_of(parameter), {}).items()
+            if isinstance(value, torch.Tensor | bool | int | float)
+        }
+        who = f"{self._subsystem}: the optimizer's state"
         if not loaded.all():
-            who += f", which was loaded on {ranks_text(loaded)} alone"
+            who += f", which was loaded on {_ranks_text(loaded)} alone"
         try:
             yield from agree(Signature({}, array_specs(state)), None, group, who)
         except DisagreementError as error:
@@ -230,13 +240,13 @@ class StepWatch:
     def __init__(self, subsystem: str, accumulates: bool = False) -> None:
         self._subsystem = subsystem
         self._warned = accumulates
-        self._is_in_step = False
+        self.is_in_step = False
         self._fills: dict[str, int] = {}
         self._samples: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}  # a parameter, its values at the tenth fill
 
     def filled(self, name: str, parameter: torch.Tensor) -> None:
         """Note that backward has filled a gradient; refuse parameters that change without an exchange."""
-        if self._is_in_step:
+        if self.is_in_step:
             return
         count = self._fills[name] = self._fills.get(name, 0) + 1
         if count == _SAMPLED_AT:
@@ -248,35 +258,42 @@ class StepWatch:
                 self._warned = True
                 warn_user(f"{self._subsystem}: {_MESSAGES['filled']}")
 
-    def begin_step(self) -> None:
-        self._is_in_step = True  # a closure may fill gradients many times, as that of LBFGS
-
     def end_step(self) -> None:
-        self._is_in_step = False
+        self.is_in_step = False
         self._fills.clear()
         self._samples.clear()
 
 
-def hook_gradients(
-    parameters: Mapping[str, torch.Tensor], method: Callable[[str, torch.Tensor], None]
-) -> dict[str, Any]:
-    """Call a bound method for each gradient that backward completes; return the handles of hooks by name."""
-    weak_method = weakref.WeakMethod(method)  # a model may outlive its optimizer
+class GradientHooks:
+    """Calls a bound method for each gradient that backward completes, while the method's object lives."""
+
+    def __init__(self, method: Callable[[str, torch.Tensor], None], parameters: Mapping[str, torch.Tensor]) -> None:
+        self._method: Any = weakref.WeakMethod(method)  # a model may outlive its optimizer
+        self._handles: dict[str, Any] = {}
+        weakref.finalize(method.__self__, self.remove).atexit = False  # type: ignore[attr-defined]
+        self.add(parameters)
+
+    def add(self, parameters: Mapping[str, torch.Tensor]) -> None:
+        """Watch these parameters, too, if they require a gradient and are not watched yet."""
+        for name, parameter in parameters.items():
+            if name not in self._handles and parameter.requires_grad:
+                hook = _hook_of(self._method, name)
+                held: Any = exchanged(parameter)
+                self._handles[name] = held.register_post_accumulate_grad_hook(hook)
+
+    def remove(self) -> None:
+        while self._handles:
+            self._handles.popitem()[1].remove()
+
+
+def _hook_of(weak_method: Callable[[], Any], name: str) -> Any:
+    def hook(parameter: torch.Tensor) -> None:
+        method = weak_method()
+        if method is not None:
+            method(name, parameter)
+
     disable: Callable[[Any], Any] = torch.compiler.disable  # torch.compile would trace into it
-
-    def hook_of(name: str) -> Any:
-        def hook(parameter: torch.Tensor) -> None:
-            alive = weak_method()
-            if alive is not None:
-                alive(name, parameter)
-
-        return disable(hook)
-
-    return {
-        name: exchanged(parameter).register_post_accumulate_grad_hook(hook_of(name))  # type: ignore[no-untyped-call]
-        for name, parameter in parameters.items()
-        if parameter.requires_grad
-    }
+    return disable(hook)
 
 
 def sample_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -315,8 +332,7 @@ def sum_of_bits(tensors: Iterable[torch.Tensor]) -> np.int64:
         return np.int64((host * np.arange(1, host.size + 1)).sum())
 
 
-def ranks_text(flags: NDArray[Any]) -> str:
-    """Return the ranks whose flags are set, for a message."""
+def _ranks_text(flags: NDArray[Any]) -> str:
     ranks = np.flatnonzero(flags).tolist()
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
 
@@ -326,22 +342,12 @@ def _setting_names(optimizer: torch.optim.Optimizer) -> set[str]:
 
 
 def _is_renormed(tensor: torch.Tensor) -> bool:
-    """Return whether many rows have the same norm, as after lookups in an Embedding with ``max_norm``."""
+    # Many rows then have the same norm, as after lookups in an Embedding with max_norm.
     if tensor.dim() != 2 or not tensor.is_floating_point() or len(tensor) < 2:
         return False
     digits = (tensor.detach().double().norm(dim=1).log() * 1e5).round()
     _, counts = digits[digits.isfinite()].unique(return_counts=True)
     return counts.numel() > 0 and int(counts.max()) >= max(2, len(tensor) // 1000)
-
-
-def _digest_of_tensor(tensor: torch.Tensor) -> bytes:
-    values = as_bytes(tensor.detach().cpu().contiguous())
-    return hashlib.blake2b(values.data, digest_size=_DIGEST_BYTES).digest()
-
-
-def _digest_of_settings(settings: Mapping[str, Any]) -> bytes:
-    text = json.dumps(settings, sort_keys=True).encode()
-    return hashlib.blake2b(text, digest_size=_SETTINGS_DIGEST_BYTES).digest()
 
 
 def _to_json(value: Any) -> Any:
@@ -357,7 +363,7 @@ def _to_json(value: Any) -> Any:
 
 
 def _version(value: Any) -> Any:
-    """Return a setting, or the version of a tensor, whose values may be on a device and are not read."""
     if isinstance(value, tuple | list):
         return [_version(item) for item in value]
+    # Of a tensor its version: values may be on a device and are not read.
     return (id(value), value._version) if isinstance(value, torch.Tensor) else value

@@ -70,7 +70,7 @@ def clip_grad_norm_(optimizer: Any, max_norm: float, norm_type: float = 2.0) -> 
         optimizer.synchronize()
     held = [local_of(parameter.grad) for parameter in members_of(optimizer) if parameter.grad is not None]
     shards = ShardGroup(exchanged(parameter) for parameter in members_of(optimizer))
-    norm: float = gradients.run(_norm(held, norm_type, shards, gradients.group))
+    norm: float = gradients.reducer.transport.run(_norm(held, norm_type, shards, gradients.group))
     if math.isfinite(norm):
         for gradient in held:
             gradient.mul_(min(1.0, max_norm / (norm + _NORM_EPSILON)))
@@ -78,16 +78,13 @@ def clip_grad_norm_(optimizer: Any, max_norm: float, norm_type: float = 2.0) -> 
 
 
 def _norm(gradients: list[torch.Tensor], order: float, shards: ShardGroup, group: Group) -> Rounds[float]:
-    """Return the norm of all shards' gradients, as the first replica has computed it."""
     norms = [_wide_norm(values, order).cpu() for values in gradients if values.numel()]
     total = float(_wide_norm(torch.stack(norms), order)) if norms else 0.0
     norm = float(_wide_norm(torch.tensor(shards.gather(total), dtype=torch.float64), order))
     send = np.array([norm])
-    received = yield Round("bcast", (1,), send.dtype, send=send, recv=np.empty_like(send))
+    received = yield Round("bcast", (1,), send.dtype, send=send, recv=np.empty_like(send))  # the first replica's
     return float(received[0])
 
 
-def _wide_norm(values: torch.Tensor, order: float) -> torch.Tensor:
-    dtype = torch.complex128 if values.is_complex() else torch.float64
-    norm: torch.Tensor = torch.linalg.vector_norm(values, order, dtype=dtype)
-    return norm
+def _wide_norm(values: torch.Tensor, order: float) -> Any:
+    return torch.linalg.vector_norm(values, order, dtype=torch.complex128 if values.is_complex() else torch.float64)

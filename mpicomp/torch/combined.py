@@ -55,7 +55,7 @@ class CombinedOptimizer(torch.optim.Optimizer):
         self._link()
 
     def _link(self) -> None:
-        """Share the groups and the states of the optimizers, which load new ones."""
+        # The optimizers load new groups and states, which are shared again.
         self.state = defaultdict(dict)
         for optimizer in self.optimizers:
             self.state.update(optimizer.state)

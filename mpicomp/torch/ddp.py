@@ -122,13 +122,12 @@ class DDPState:
             self._transport.close()
 
     def _gradients_in(self, bucket: GradBucket, buffer: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return views of a bucket's buffer by name; ``bucket.gradients()`` has complex ones at other places."""
-        names = [self._names[id(parameter)] for parameter in bucket.parameters()]
+        # bucket.gradients() has complex ones at other places.
         flat = as_real(buffer).reshape(-1)
         gradients, start = {}, 0
-        for name, parameter in zip(names, bucket.parameters(), strict=True):
+        for parameter in bucket.parameters():
             shape = as_real(parameter.detach()).shape
-            gradients[name] = flat[start : start + shape.numel()].view(shape)
+            gradients[self._names[id(parameter)]] = flat[start : start + shape.numel()].view(shape)
             start += shape.numel()
         assert start == flat.numel(), "torch pads buckets now"
         return gradients
@@ -194,13 +193,8 @@ def _check(model: Any, allow_nccl: bool, ranks: int) -> None:
 def ddp_comm_hook(state: DDPState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Average a bucket of DistributedDataParallel over MPI, compressed, with error feedback.
 
-    The future that it returns has the bucket's buffer with the mean; it is set after the last bucket of the step.
-
-    Examples
-    --------
-    >>> model = torch.nn.parallel.DistributedDataParallel(module)  # doctest: +SKIP
-    >>> state = mpicomp.torch.DDPState(model, compressor="topk")  # doctest: +SKIP
-    >>> model.register_comm_hook(state, mpicomp.torch.ddp_comm_hook)  # doctest: +SKIP
+    Register it by ``model.register_comm_hook(DDPState(model), ddp_comm_hook)``. The future that it returns has the
+    bucket's buffer with the mean; it is set after the last bucket of the step.
     """
     if not isinstance(state, DDPState):
         raise ConfigurationError(

@@ -1,8 +1,8 @@
 """Averaging of the gradients in ``.grad``, and the agreements of ranks that it needs."""
 
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,6 @@ from mpicomp.arrays import as_kind_of
 from mpicomp.errors import ConfigurationError, MpicompError, RankFailedError, warn_user
 from mpicomp.mpi.rounds import Group, Rounds, from_one, gather_rows
 from mpicomp.mpi.thread import ProgressThread
-from mpicomp.mpi.transport import Value
 from mpicomp.reducer import Reducer
 from mpicomp.reducer.agreement import Checks, GradientInput, Signature, agree
 from mpicomp.reducer.stream import Stream
@@ -20,11 +19,11 @@ from mpicomp.torch.checks import (
     BROADCAST_ADVICE,
     DRIFT_ADVICE,
     Fingerprint,
+    GradientHooks,
     LoadedStateCheck,
     SettingsCheck,
     StepWatch,
     check_same,
-    hook_gradients,
 )
 from mpicomp.torch.join import JOIN_ADVICE, Join
 from mpicomp.torch.overlap import BackwardOverlap
@@ -65,6 +64,15 @@ class BucketViews:
             parameter.grad = view.copy_(gradient.detach())
 
 
+@dataclass
+class _Agreed:
+    """State that is the same on all ranks."""
+
+    names: list[str] | None = None  # of exchanged parameters
+    compared: bool = False  # whether values were compared, too
+    frozen_with_gradient: set[str] = field(default_factory=set)  # on some rank, in the last step
+
+
 class Gradients(Checks):
     """Averages parameters' gradients; ``averaged`` is True while ``.grad`` holds means. Collective, as is `average`."""
 
@@ -81,58 +89,34 @@ class Gradients(Checks):
     ) -> None:
         self.averaged = False
         self.loaded_state = LoadedStateCheck(_WHO, same_batches)
-        self._reducer = reducer
-        self._parameters = {name: exchanged(parameter) for name, parameter in reversed(list(parameters.items()))}
-        self._arrived: dict[str, None] = {}  # names in the order of backward, until ranks have agreed
-        self._shards = ShardGroup(self._parameters.values())
+        self.reducer = reducer
+        self.parameters = {name: exchanged(parameter) for name, parameter in reversed(list(parameters.items()))}
+        self.shards = ShardGroup(self.parameters.values())
         self._known = {id(parameter) for parameter in parameters.values()}
         self._loss_scale = loss_scale
-        self._settings = settings
+        self.settings = settings
         self._fingerprint = Fingerprint(compare_every, _WHO, same_batches)
         self._step_watch = StepWatch(_WHO)
-        self._overlap = BackwardOverlap(reducer, _WHO, overlap)
+        self.overlap = BackwardOverlap(reducer, _WHO, overlap)
         self._problem: MpicompError | None = None
         self._accumulating = False
-        # Agreed on by all ranks:
-        self._agreed: list[str] | None = None  # names of exchanged parameters
-        self._compared = False  # whether values were compared, too
-        self._frozen_with_gradient: set[str] = set()  # on some rank, in the last step
+        self._agreed = _Agreed()
         self._has_warned = False  # of a sparse gradient
         self.join = Join(self.group.size)
         self._views = BucketViews(reducer, as_views)
-        self._hooks: dict[str, Any] = {}
-        self._add_hooks()
-        self._finalizer = weakref.finalize(self, _remove, self._hooks)
-        self._finalizer.atexit = False
-
-    @property
-    def overlaps(self) -> bool:
-        """Whether gradients are exchanged during backward."""
-        return self._overlap.overlaps
-
-    @property
-    def has_begun(self) -> bool:
-        """Whether a part of this step's exchange has begun, during backward."""
-        return self._overlap.has_begun
-
-    @property
-    def is_sharded(self) -> bool:
-        return self._shards.exists
+        self._hooks = GradientHooks(self._filled, self.parameters)
 
     @property
     def group(self) -> Group:
-        return self._reducer.transport.group
-
-    def parameter(self, name: str) -> torch.Tensor:
-        return self._parameters[name]
+        return self.reducer.transport.group
 
     def add(self, parameters: Mapping[str, torch.Tensor]) -> None:
         """Add parameters, on all ranks."""
         added = {name: exchanged(parameter) for name, parameter in reversed(list(parameters.items()))}
-        self._parameters = added | self._parameters
+        self.parameters = added | self.parameters
         self._known |= {id(parameter) for parameter in parameters.values()}
-        self._compared = False
-        self._add_hooks()
+        self._agreed.compared = False
+        self._hooks.add(self.parameters)
 
     def check_known(self, parameters: Iterable[torch.Tensor]) -> MpicompError | None:
         """Return the error of a parameter that would be trained without an exchange."""
@@ -153,93 +137,80 @@ class Gradients(Checks):
         finally:
             self._accumulating = before
 
-    def clear(self) -> None:
-        """Note that gradients are cleared; not collective."""
-        self._overlap.clear()
-        self.averaged = False
-
     def average(self, lr: Any, problem: MpicompError | None = None) -> None:
         """Write means into ``.grad``, unless no rank has a gradient; raise ``problem`` on all ranks. Collective."""
-        self._shards.begin()
+        self.shards.begin()
         with torch.no_grad():
             try:
-                for name, parameter in self._parameters.items():
+                for name, parameter in self.parameters.items():
                     self._make_dense(name, parameter)
                 self.join.find_active(self)
-                self._problem = problem or self._find_expanded() or self._overlap.find_change(self._parameters)
-                self.stale = self._problem is not None or self._overlap.obstacle != 0 or self.loaded_state.is_due
-                if not self.frozen and self.run(self._settings.begin(self.group)):
+                self._problem = problem or self._find_expanded() or self.overlap.find_change(self.parameters)
+                self.stale = self._problem is not None or self.overlap.obstacle != 0 or self.loaded_state.is_due
+                if not self.frozen and self.reducer.transport.run(self.settings.begin(self.group)):
                     self.stale = True
-                held = {name for name, p in self._parameters.items() if p.grad is not None and not p.requires_grad}
+                held = {name for name, p in self.parameters.items() if p.grad is not None and not p.requires_grad}
                 exchanged = self._exchanged()
-                self.stale = self.stale or held != self._frozen_with_gradient
-                self.stale = self.stale or not self._compared or list(exchanged) != self._agreed
+                self.stale = self.stale or held != self._agreed.frozen_with_gradient
+                self.stale = self.stale or not self._agreed.compared or list(exchanged) != self._agreed.names
                 dense, absent = self._gradients(exchanged)
                 means = self._exchange(dense, lr, absent)
             except MpicompError as error:
-                self._shards.fail(error)
+                self.shards.fail(error)
                 raise
             finally:
                 self.join.is_known = False
                 self._step_watch.end_step()
             self._write(means)
             if not self._fingerprint.needs_gradients:
-                self._views.add_all(self._parameters)
-        self._add_hooks()
+                self._views.add_all(self.parameters)
+        self._hooks.add(self.parameters)
         self.averaged = True
         self.note_means()
 
     def note_means(self) -> None:
         """Note the present gradients as means, in a step in which some rank is idle."""
-        self.join.note(self._exchanged() if self.frozen else {})
-
-    def run(self, exchange: Rounds[Value], activity: str | None = None) -> Value:
-        if activity is not None:
-            self._reducer.transport.activity.purpose = activity, ()
-        return self._reducer.transport.run(exchange)
+        means = {name: parameter.grad for name, parameter in self._exchanged().items()} if self.frozen else {}
+        self.join.means = {name: (mean, None if mean is None else mean._version) for name, mean in means.items()}
 
     def close(self) -> None:
-        self._overlap.close()
-        self._finalizer()
+        self.overlap.close()
+        self._hooks.remove()
 
     # Agreements of ranks.
 
     def agree(self, given: GradientInput) -> Rounds[GradientInput | None]:
-        trained = {name: parameter for name, parameter in self._parameters.items() if parameter.requires_grad}
-        frozen = {name: parameter for name, parameter in self._parameters.items() if not parameter.requires_grad}
-        as_views = self._reducer.layout.holds_gradients
+        trained = {name: parameter for name, parameter in self.parameters.items() if parameter.requires_grad}
+        frozen = {name: parameter for name, parameter in self.parameters.items() if not parameter.requires_grad}
+        as_views = self.reducer.layout.holds_gradients
         settings = {
             "compare_every": self._fingerprint.every,
             "join()": self.join.settings is not None,
             "gradient_as_bucket_view": as_views,
         }
-        if self.join.is_beginning:
-            settings |= self.join.settings or {}
-        yield from agree(Signature(settings, array_specs(trained)), self._problem, self.group, _WHO)
-        if self.join.is_beginning:
+        entering = None if self.join.has_begun else self.join.settings
+        yield from agree(Signature(settings | (entering or {}), array_specs(trained)), self._problem, self.group, _WHO)
+        if entering is not None:
             return None
         yield from agree(Signature({}, array_specs(frozen)), None, self.group, f"{_WHO}: frozen parameters")
         if not self.frozen:  # ranks without batches receive the settings of one that has some
-            yield from self._settings.compare(self.group)
-        flags = [not self._compared, self._overlap.obstacle, self.loaded_state.is_due]
+            yield from self.settings.compare(self.group)
+        flags = [not self._agreed.compared, self.overlap.obstacle, self.loaded_state.is_due]
         flags += [parameter.grad is not None for parameter in frozen.values()]
         uncompared, obstacles, loaded, *held = (yield from gather_rows(np.array(flags, np.uint8), self.group)).T
-        self._frozen_with_gradient = {name for name, ranks in zip(frozen, held, strict=True) if ranks.any()}
+        self._agreed.frozen_with_gradient = {name for name, ranks in zip(frozen, held, strict=True) if ranks.any()}
         if uncompared.any():
             yield from self.compare(BROADCAST_ADVICE)
         if loaded.any():
-            yield from self.loaded_state.compare(loaded, self.group)
-        self._overlap.handle_obstacles(obstacles, self.group)
-        if self.is_sharded and self._agreed is None:
-            yield from self._order_by_arrival()
+            yield from self.loaded_state.compare(self.settings.optimizer(), self.parameters, loaded, self.group)
+        self.overlap.handle_obstacles(obstacles, self.group)
+        if self.shards.exists and self._agreed.names is None:
+            names = [*self.shards.arrived, *self.parameters]  # in the order of backward: FSDP reduces its root's last
+            order = yield from from_one({"names": names}, self.group, _WHO)
+            self.parameters = {name: self.parameters[name] for name in order["names"]}
         exchanged = self._exchanged()
-        self._compared, self._agreed = True, list(exchanged)
+        self._agreed.compared, self._agreed.names = True, list(exchanged)
         return self._gradients(exchanged)
-
-    def _order_by_arrival(self) -> Rounds[None]:
-        """Order parameters as backward of the first rank has reached them: FSDP reduces its root's last."""
-        order = yield from from_one({"names": [*self._arrived, *self._parameters]}, self.group, _WHO)
-        self._parameters = {name: self._parameters[name] for name in order["names"]}
 
     def compare(self, advice: str) -> Rounds[None]:
         """Compare all ranks' parameters bit for bit."""
@@ -252,22 +223,20 @@ class Gradients(Checks):
         gradients = [] if self.frozen else [p.grad for p in exchanged.values() if p.grad is not None]
         advice = JOIN_ADVICE if self.join.has_empty_steps else DRIFT_ADVICE
         yield from self._fingerprint.compare(exchanged, self.group, gradients, advice)
-        yield from self._settings.finish(self.group)
-        return self._shards.agree_finite(finite)
+        yield from self.settings.finish(self.group)
+        return self.shards.agree_finite(finite)
 
     def restart(self) -> None:
         self._fingerprint.restart()
-        self._settings.restart()
-        self._compared, self.stale = False, True
+        self.settings.restart()
+        self._agreed.compared, self.stale = False, True
 
     def _exchanged(self) -> dict[str, torch.Tensor]:
-        """Return the parameters that require a gradient, or that an optimizer would step."""
-        held = self._frozen_with_gradient
-        return {name: p for name, p in self._parameters.items() if p.requires_grad or name in held}
+        held = self._agreed.frozen_with_gradient  # which an optimizer would step, too
+        return {name: p for name, p in self.parameters.items() if p.requires_grad or name in held}
 
     def _find_expanded(self) -> ConfigurationError | None:
-        """Return an error for a gradient that a script has expanded: means cannot be written to it."""
-        for name, parameter in self._parameters.items():
+        for name, parameter in self.parameters.items():
             gradient = parameter.grad
             if gradient is None or gradient.is_contiguous():
                 continue
@@ -279,9 +248,8 @@ class Gradients(Checks):
         return None
 
     def _gradients(self, exchanged: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], set[str]]:
-        """Return the gradients, and the names of zeros that stand for none."""
         dense: dict[str, torch.Tensor] = {}
-        absent: set[str] = set()
+        absent: set[str] = set()  # names of zeros that stand for none
         for name, parameter in exchanged.items():
             if parameter.grad is None or self.idle:
                 absent.add(name)
@@ -292,18 +260,18 @@ class Gradients(Checks):
 
     def _exchange(self, dense: dict[str, torch.Tensor], lr: Any, absent: set[str]) -> dict[str, torch.Tensor]:
         means: dict[str, torch.Tensor] | None = None
-        stream = self._overlap.end_backward(self._new_stream)
+        stream = self.overlap.end_backward(self._new_stream)
         if stream is not None:
             try:
                 means = stream.finish(dense, lr, absent)
             except RankFailedError:
-                if not self._reducer.deaths.survives:
+                if not self.reducer.deaths.survives:
                     raise
         if means is None:
-            means = self._reducer.reduce(dense, lr, absent=absent, scale=self._scale(), checks=self)
+            means = self.reducer.reduce(dense, lr, absent=absent, scale=self._scale(), checks=self)
         if self.join.active.size != self.group.size:  # ranks were lost
             self.join.active = np.ones(self.group.size, bool)
-        self._overlap.end_exchange()
+        self.overlap.end_exchange()
         return means
 
     def exchange_zeros(self) -> None:
@@ -311,17 +279,13 @@ class Gradients(Checks):
         self.stale, self._problem = True, None
         self._exchange({name: _zeros_like(parameter) for name, parameter in self._exchanged().items()}, None, set())
 
-    def settings(self) -> dict[str, Any]:
-        """Return the optimizer's settings by name."""
-        return self._settings.settings()
-
     def _write(self, means: Mapping[str, torch.Tensor]) -> None:
-        record = self._reducer.last_step
+        record = self.reducer.last_step
         assert record is not None
         factor = 1.0 if self._loss_scale is None else self._loss_scale()
         overflowed = record.skipped and self._loss_scale is not None
         for name, mean in means.items():
-            parameter = self._parameters[name]
+            parameter = self.parameters[name]
             if parameter.grad is None or parameter.grad.is_conj():
                 parameter.grad = torch.empty_like(parameter)
             if parameter.grad.data_ptr() != mean.data_ptr():
@@ -332,16 +296,12 @@ class Gradients(Checks):
                 parameter.grad.mul_(factor)
 
     def _new_stream(self, thread: ProgressThread) -> Stream | None:
-        return self._reducer.stream(thread, self._scale(), self)
+        return self.reducer.stream(thread, self._scale(), self)
 
     def _scale(self) -> float:
-        """Return the factor from a mean over all ranks to one over those with batches, of unscaled gradients."""
+        # From a mean over all ranks to one over those with batches, of unscaled gradients.
         of_active = self.group.size / int(self.join.active.sum()) if self.frozen else 1.0
         return of_active / (1.0 if self._loss_scale is None else self._loss_scale())
-
-    def _add_hooks(self) -> None:
-        new = {name: parameter for name, parameter in self._parameters.items() if name not in self._hooks}
-        self._hooks |= hook_gradients(new, self._filled)
 
     def _make_dense(self, name: str, parameter: torch.Tensor) -> None:
         if parameter.grad is None or not parameter.grad.is_sparse:
@@ -361,20 +321,13 @@ class Gradients(Checks):
         if self._accumulating:
             return
         self._step_watch.filled(name, parameter)
-        if self._agreed is None:
-            self._arrived[name] = None
-        if self.overlaps and not self._overlap.has_begun:
+        if self._agreed.names is None:
+            self.shards.arrived[name] = None
+        if self.overlap.overlaps and not self.overlap.has_begun:
             self.join.find_active(self)
-        self._overlap.take(name, parameter, self._new_stream)
+        self.overlap.take(name, parameter, self._new_stream)
 
 
 def _zeros_like(parameter: torch.Tensor) -> torch.Tensor:
-    """Return zeros in the place of a gradient, in the memory of one element."""
     real = as_real(parameter.detach())
-    return real.new_zeros(()).expand(real.shape)
-
-
-def _remove(hooks: dict[str, Any]) -> None:
-    for handle in hooks.values():
-        handle.remove()
-    hooks.clear()
+    return real.new_zeros(()).expand(real.shape)  # in the memory of one element

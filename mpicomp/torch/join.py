@@ -1,6 +1,6 @@
 """Ranks that run out of batches at different times: one without any steps with zeros until none has any."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -32,45 +32,27 @@ class Join:
         self.is_known = False  # whether ranks know in this step which of them have batches
         self.active = np.ones(size, bool)
         self.has_empty_steps = False  # whether some rank has made a step without a batch
-        self._has_begun = False  # whether ranks have agreed that all have entered
-        self._noted: dict[str, tuple[torch.Tensor | None, int | None]] = {}  # means, and their versions
-
-    @property
-    def is_beginning(self) -> bool:
-        """Whether ranks have not agreed yet that all have entered."""
-        return self.settings is not None and not self._has_begun
-
-    def note(self, means: Mapping[str, torch.Tensor]) -> None:
-        """Note the gradients of parameters as means, before a script changes some."""
-        self._noted = {name: (p.grad, None if p.grad is None else p.grad._version) for name, p in means.items()}
-
-    def changed(self, gradients: "Gradients") -> dict[str, torch.Tensor | None]:
-        """Return gradients that were changed since `note`."""
-        changed = {}
-        for name, (noted, version) in self._noted.items():
-            gradient = gradients.parameter(name).grad
-            if gradient is not noted or (gradient is not None and gradient._version != version):
-                changed[name] = gradient
-        return changed
+        self.has_begun = False  # whether ranks have agreed that all have entered
+        self.means: dict[str, tuple[torch.Tensor | None, int | None]] = {}  # before a script changes them; and versions
 
     @contextmanager
     def entered(self, gradients: "Gradients") -> Iterator[None]:
         """Let ranks run out of batches inside; not collective."""
         global _joined
         problem = None
-        if gradients.is_sharded:
+        if gradients.shards.exists:
             problem = (
                 "the model is sharded, and torch would wait for the shards of a rank that has no batches left; give "
                 "all ranks equally many, as torch.utils.data.DistributedSampler does"
             )
         elif _joined is not None:
             problem = "one optimizer's join() at a time: a rank that has no batches left takes part in the steps of one"
-        elif gradients.has_begun:
+        elif gradients.overlap.has_begun:
             problem = "it began after backward(), which had begun the exchange; put the whole loop into it"
         if problem is not None:
             raise ConfigurationError(f"join: {problem}")
-        self.settings = gradients.settings()  # compared after "join()", so that an error names that first
-        self._has_begun = self.is_known = self.has_empty_steps = False
+        self.settings = gradients.settings.settings()  # compared after "join()", so that an error names that first
+        self.has_begun = self.is_known = self.has_empty_steps = False
         _joined = self
         try:
             yield
@@ -87,11 +69,12 @@ class Join:
             )
         if self.settings is None or self.is_known:
             return
-        if not self._has_begun:
+        if not self.has_begun:
             gradients.exchange_zeros()  # ranks that have not entered are in a step
-            self._has_begun = True
-        has_batch = gather_rows(np.uint8(not gradients.idle), gradients.group)
-        self.active = gradients.run(has_batch, "join(): who has batches left").astype(bool)
+            self.has_begun = True
+        transport = gradients.reducer.transport
+        transport.activity.purpose = "join(): who has batches left", ()
+        self.active = transport.run(gather_rows(np.uint8(not gradients.idle), gradients.group)).astype(bool)
         self.has_empty_steps = self.has_empty_steps or gradients.frozen
         gradients.frozen = not self.active.all()
         self.is_known = True
@@ -100,7 +83,7 @@ class Join:
 def run_empty_steps(optimizer: Any, gradients: "Gradients", scaler: torch.amp.GradScaler | None) -> None:
     """Step without gradients until no rank has batches left. Collective."""
     join, gradients.idle = gradients.join, True
-    if gradients.has_begun:
+    if gradients.overlap.has_begun:
         gradients.average(
             None,
             ConfigurationError(
@@ -124,7 +107,7 @@ def run_empty_steps(optimizer: Any, gradients: "Gradients", scaler: torch.amp.Gr
                 scaler.step(optimizer)
                 scaler.update()
         if join.has_empty_steps:
-            gradients.run(gradients.compare(JOIN_ADVICE))
+            gradients.reducer.transport.run(gradients.compare(JOIN_ADVICE))
     finally:
         for parameter, gradient in zip(parameters, before, strict=True):
             parameter.grad = gradient
@@ -133,12 +116,16 @@ def run_empty_steps(optimizer: Any, gradients: "Gradients", scaler: torch.amp.Gr
 def copy_active_step(optimizer: Any, gradients: "Gradients") -> Rounds[None]:
     """Copy the first active rank's settings and changed means to idle ranks, such as learning rates and clipping."""
     root = int(gradients.join.active.argmax())
-    changed = gradients.join.changed(gradients) if gradients.group.rank == root else {}
+    changed = {}
+    for name, (mean, version) in gradients.join.means.items() if gradients.group.rank == root else ():
+        present = gradients.parameters[name].grad
+        if present is not mean or (present is not None and present._version != version):
+            changed[name] = present
     has_gradient = {name: gradient is not None for name, gradient in changed.items()}
     content = {"groups": settings_of(optimizer), "changed": has_gradient}
     received = yield from from_one(content, gradients.group, "join", root)
     for name, is_present in received["changed"].items():
-        parameter = gradients.parameter(name)
+        parameter = gradients.parameters[name]
         gradient = changed[name] if name in changed else torch.empty_like(parameter) if is_present else None
         if gradient is not None:
             yield from from_root(gradient, root, gradients.group)
@@ -150,7 +137,6 @@ def copy_active_step(optimizer: Any, gradients: "Gradients") -> Rounds[None]:
 
 
 def _like(present: Any, value: Any) -> Any:
-    """Return a value as a setting; one in a tensor is written to that tensor."""
     if isinstance(present, list | tuple):
         return type(present)(_like(old, new) for old, new in zip(present, value, strict=True))
     if isinstance(present, torch.Tensor):

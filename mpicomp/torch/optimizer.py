@@ -3,6 +3,7 @@
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,22 +25,13 @@ from mpicomp.torch.parameters import (
     NamedParameters,
     as_real,
     check_no_ddp,
-    dtype_name,
     learning_rate,
     members_of,
     named_pairs,
     parameters_by_name,
 )
 from mpicomp.torch.plan_recorder import record_plan
-from mpicomp.torch.proxy import (
-    Arguments,
-    Exchange,
-    OptimizerProxy,
-    check_not_nested,
-    closure_of,
-    with_closure,
-    wrap,
-)
+from mpicomp.torch.proxy import Exchange, OptimizerProxy, check_not_nested, wrap
 from mpicomp.torch.shards import check_shards, is_sharded, local_of, make_for_replicas
 from mpicomp.torch.states import to_arrays
 
@@ -70,11 +62,9 @@ def DistributedOptimizer(  # noqa: N802, a factory that reads like the class tha
 ) -> Any:
     """Make an optimizer average its gradients over the ranks, compressed, before every step.
 
-    Collective over ``comm``, as are the steps of the returned optimizer. A parameter that has no gradient on some rank
-    counts as zeros there, and one that has none on any rank stays without. Sparse gradients are made dense.
-
-    A bucket is exchanged during backward, as soon as its gradients are complete: they must not be written to before
-    ``step()`` or ``synchronize()``, and backward must reach each once a step, unless it runs inside ``accumulate()``.
+    Collective over ``comm``, as are the steps of the returned `DistributedProxy`. A parameter that has no gradient on
+    some rank counts as zeros there, and one that has none on any rank stays without. Sparse gradients are made dense.
+    Gradients must not be written to between backward and ``step()`` or ``synchronize()``.
 
     Parameters
     ----------
@@ -83,109 +73,49 @@ def DistributedOptimizer(  # noqa: N802, a factory that reads like the class tha
     named_parameters : iterable of (str, torch.Tensor), mapping or torch.nn.Module
         ``model.named_parameters()`` or the model, with every parameter of the optimizer that requires a gradient.
         Complex ones are exchanged as pairs of reals: their residuals have a last dimension of 2.
-    compressor, collective, policy, feedback, nonfinite, comm, warmup
-        See `mpicomp.Reducer`.
+    compressor, collective, policy, feedback, nonfinite, comm, bucket_bytes, warmup, **settings
+        See `mpicomp.Reducer`. Buckets have 32 MiB for a named compressor that selects elements, and 8 MiB for others.
     overlap : bool, optional
-        False exchanges everything in ``step()``, as any setting does, with a warning, where MPI was started with less
-        than MPI_THREAD_MULTIPLE. True exchanges during backward, and refuses a script that does not allow it. None
-        watches the script in the first two steps, which are exchanged in ``step()``; once it writes to gradients before
-        ``step()``, clears them or runs backward twice, all later steps are, with a warning. None also exchanges in
-        ``step()`` where all ranks are on one host and torch's threads use all of its cores.
+        True exchanges a bucket during backward, once its gradients are complete, and refuses a script that does not
+        allow it; False exchanges all in ``step()``. None watches the script in two steps, then does the former where
+        the script allows it, MPI has MPI_THREAD_MULTIPLE, and a network or a free core lets it pay.
     scaler : torch.amp.GradScaler, optional
-        The scaler of the loss. ``scaler.unscale_(optimizer)`` and ``scaler.step(optimizer)`` then average gradients
-        first, and a step in which some rank's gradients overflowed is skipped on all of them, without a trace.
-    bucket_bytes : int, optional
-        See `mpicomp.Reducer`. With a compressor named, None means 32 MiB where it selects elements, since the cost of
-        its exchange hardly grows with a bucket, and 8 MiB for others, so that the exchange begins early in backward.
+        The scaler of the loss, which then finds averaged gradients, and skips a step on all ranks where one overflowed.
     compare_every : int
-        Most steps from one comparison of the ranks' parameters to the next, bit for bit; the first ones are after steps
-        1, 2, 4, 8 and so on. 0 compares before the first step alone.
+        Most steps between comparisons of the ranks' parameters, after steps 1, 2, 4, 8 ...; 0: before the first alone.
     same_batches : bool
-        Whether ranks are meant to draw the same batches: else there is a warning where the gradients of the first steps
-        were the same on all of them.
+        Whether ranks are meant to draw the same batches; else there is a warning of equal gradients in the first steps.
     gradient_as_bucket_view : bool
-        Whether ``.grad`` lies in the memory in which gradients and residuals are added, as with DDP's argument of that
-        name: one array of a gradient's size less, for one sweep more. A gradient that was kept from an earlier step is
-        overwritten, and one that does not have the dtype of its residual stays where it is. Not with a compressor that
-        applies momentum or with ``on_failure="shrink"``; and ``overlap=None`` means False.
-    **settings
-        Further settings of `mpicomp.Reducer`.
-
-    Returns
-    -------
-    torch.optim.Optimizer
-        The same optimizer, now of a class derived from its former one: schedulers, hooks and replaced steps work as
-        before. It has ``reducer``, a `mpicomp.Reducer`; ``synchronize()``, which averages the gradients now, so that
-        they can be clipped before ``step()``; ``accumulate()``, a context in which backward adds to gradients and
-        nothing is exchanged; ``join()``, a context for ranks with different numbers of batches; ``overlaps``, whether
-        gradients are exchanged during backward; and ``close()``, which ``with`` calls at its end and after which it can
-        be wrapped again. Its ``state_dict()`` has this rank's state of the reducer under ``"mpicomp"``;
-        ``load_state_dict()`` also takes a plain optimizer's. It can be neither copied nor pickled.
+        Whether ``.grad`` lies where gradients and residuals are added: one array of a gradient's size less, for one
+        sweep more. A gradient that was kept from an earlier step is overwritten.
 
     Raises
     ------
     ConfigurationError
         For an optimizer or parameters that cannot be served.
     DisagreementError
-        Where parameters have other values on some rank, see ``compare_every``, and where the class or a setting of the
-        optimizer, such as its learning rate, differs in a step.
-
-    Examples
-    --------
-    >>> import torch
-    >>> from mpicomp.mpi import LocalWorld
-    >>> model = torch.nn.Linear(2, 1, bias=False)
-    >>> optimizer = DistributedOptimizer(
-    ...     torch.optim.SGD(model.parameters(), lr=0.1),
-    ...     named_parameters=model.named_parameters(),
-    ...     compressor="topk",
-    ...     warmup=0,
-    ...     comm=LocalWorld(1).transports[0],
-    ... )
-    >>> model(torch.ones(1, 2)).sum().backward()
-    >>> optimizer.step()
-    >>> isinstance(optimizer, torch.optim.SGD), optimizer.reducer.last_step.buckets[0].collective
-    (True, 'allgather')
+        Where parameters have other values on some rank, or the class or a setting of the optimizer differs.
     """
     with connected(comm) as transport:
-
-        def check() -> tuple[list[tuple[str, torch.Tensor]], dict[str, torch.Tensor], Compressor | None]:
-            _check_optimizer(optimizer)
-            check_least(_WHO, "compare_every", compare_every, 0)
-            chosen = _chosen_compressor(optimizer, compressor)
-            pairs = named_pairs(named_parameters, _WHO, transport.group.size)
-            parameters = parameters_by_name(optimizer, pairs, _WHO)
-            if scaler is not None:
-                _check_not_complex(parameters)
-            check_shards(parameters, settings, _WHO)
-            check_no_ddp(parameters, transport.group.size, _WHO)
-            check_not_nested(optimizer, _WHO, averages_gradients=True)
-            if gradient_as_bucket_view:
-                _check_views(parameters, chosen, settings)
-            return pairs, parameters, chosen
-
-        pairs, parameters, chosen = make_for_replicas(check, lambda made: made[1], transport, _WHO)
-        if scaler is not None:
-            nonfinite = "skip"
+        check = partial(
+            _checked, optimizer, named_parameters, compressor, scaler, compare_every, gradient_as_bucket_view, settings
+        )
+        ranks = transport.group.size
+        pairs, parameters, chosen = make_for_replicas(lambda: check(ranks), lambda made: made[1], transport, _WHO)
         if bucket_bytes is None and chosen is not None:
             bucket_bytes = LARGE_BUCKET if chosen.message == "sparse" else _SMALL_BUCKET
-        settings |= {"bucket_bytes": bucket_bytes}
-        settings |= {"normalises": not isinstance(optimizer, _PLAIN)}
+        settings |= {"bucket_bytes": bucket_bytes, "normalises": not isinstance(optimizer, _PLAIN)}
+        nonfinite = nonfinite if scaler is None else "skip"
         reducer = TrainingReducer(
             chosen, collective, with_warmup(policy, warmup), feedback, nonfinite, transport, **settings
         )
-    loss_scale = None if scaler is None else scaler.get_scale
-    if gradient_as_bucket_view:
-        overlap = bool(overlap)
-    gradients = Gradients(
-        reducer, parameters, SettingsCheck(optimizer, _WHO), overlap, loss_scale, compare_every, same_batches,
-        gradient_as_bucket_view,
-    )  # fmt: skip
     exchange = _GradientExchange(_WHO, pairs, transport, transport is not comm)
-    exchange.reducer, exchange.gradients, exchange.scaler = reducer, gradients, scaler
-    wrapped = wrap(optimizer, _Distributed, "Distributed", exchange)
-    weak_optimizer: Callable[[], Any] = weakref.ref(wrapped)
-    gradients.loaded_state.optimizer_state = lambda: weak_optimizer()._mpicomp.state_of(weak_optimizer())
+    exchange.reducer, exchange.scaler = reducer, scaler
+    exchange.gradients = Gradients(
+        reducer, parameters, SettingsCheck(optimizer, _WHO), bool(overlap) if gradient_as_bucket_view else overlap,
+        None if scaler is None else scaler.get_scale, compare_every, same_batches, gradient_as_bucket_view,
+    )  # fmt: skip
+    wrapped = wrap(optimizer, DistributedProxy, "Distributed", exchange)
     if scaler is not None:
         _attach_scaler(scaler, wrapped)
     if transport.group.rank == 0:
@@ -193,25 +123,39 @@ def DistributedOptimizer(  # noqa: N802, a factory that reads like the class tha
     return wrapped
 
 
-class _Distributed(OptimizerProxy):
-    """Mixin that averages gradients before a step of an optimizer's class."""
+class DistributedProxy(OptimizerProxy):
+    """Mixin that averages gradients before a step of an optimizer's class.
+
+    Schedulers, hooks and replaced steps work as before; it can be neither copied nor pickled. ``state_dict()`` has this
+    rank's state of the reducer under ``"mpicomp"``; ``load_state_dict()`` also takes a plain optimizer's. After
+    ``close()``, which ``with`` calls at its end, it can be wrapped again.
+    """
 
     _mpicomp: "_GradientExchange"
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """Whether a GradScaler calls step(), with ``found_inf`` set, also where this rank's gradients overflowed."""
+        # Then a GradScaler calls step(), with ``found_inf`` set, also where this rank's gradients overflowed.
         return self._mpicomp.scaler is None
 
     @property
     def overlaps(self) -> bool:
-        return self._mpicomp.gradients.overlaps
+        """Whether gradients are exchanged during backward."""
+        return self._mpicomp.gradients.overlap.overlaps
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        gradients = self._mpicomp.gradients
+        gradients.overlap.clear()
+        gradients.averaged = False
+        super().zero_grad(set_to_none)  # type: ignore[misc]
 
     def synchronize(self) -> None:
+        """Average the gradients now, so that means can be clipped before ``step()``. Collective."""
         gradients = self._mpicomp.gradients
         gradients.average(learning_rate(self), gradients.check_known(members_of(self)))
 
     def accumulate(self) -> AbstractContextManager[None]:
+        """Let backward add to gradients without exchanging them."""
         return self._mpicomp.gradients.accumulate()
 
     @contextmanager
@@ -245,28 +189,24 @@ class _GradientExchange(Exchange):
     gradients: Gradients
     scaler: torch.amp.GradScaler | None
 
-    def before(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+    def before(self, optimizer: Any, closure: Callable[[], Any] | None) -> Callable[[], Any] | None:
         gradients = self.gradients
         if hasattr(optimizer, "found_inf") and self.scaler is None:
             raise ConfigurationError(
                 f"{_WHO}: this rank alone cannot tell whether gradients that a GradScaler has scaled overflowed; pass "
                 f"scaler= to {_WHO}, or use torch.autocast with bfloat16, which needs no scaler"
             )
-        closure = closure_of(args, kwargs)
         if closure is not None:
             gradients.averaged = False
             with torch.enable_grad():
                 loss = closure()  # it may synchronize and clip by itself, as Lightning's does
-            args, kwargs = with_closure(args, kwargs, _cached_closure(loss))
+            closure = _cached_closure(loss)
         if not gradients.averaged:
             optimizer.synchronize()
         gradients.averaged = False
         if gradients.frozen:
-            gradients.run(copy_active_step(optimizer, gradients))
-        return args, kwargs
-
-    def clear(self) -> None:
-        self.gradients.clear()
+            self.transport.run(copy_active_step(optimizer, gradients))
+        return closure
 
     def add(self, parameters: dict[str, torch.Tensor]) -> None:
         self.gradients.add(parameters)
@@ -301,18 +241,8 @@ class _GradientExchange(Exchange):
         self.gradients.close()
         super().close()
 
-    def state_of(self, optimizer: Any) -> dict[str, torch.Tensor]:
-        """Return the optimizer's state by parameter and key."""
-        return {
-            f"{self.names[id(parameter)]}, {key}": torch.as_tensor(local_of(value))
-            for parameter in members_of(optimizer)
-            for key, value in optimizer.state.get(parameter, {}).items()
-            if isinstance(value, torch.Tensor | bool | int | float)
-        }
-
 
 def _cached_closure(value: Any) -> Callable[[], Any]:
-    """Return a closure that returns a value, once."""
     values = [value]
 
     def closure() -> Any:
@@ -368,7 +298,7 @@ def _attach_scaler(scaler: torch.amp.GradScaler, optimizer: Any) -> None:
 def _check_optimizer(optimizer: Any) -> None:
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ConfigurationError(f"{_WHO}: a torch optimizer is needed, got {type(optimizer).__name__}")
-    if isinstance(optimizer, _Distributed):
+    if isinstance(optimizer, DistributedProxy):
         if not optimizer._mpicomp_closed:
             raise ConfigurationError(f"{_WHO}: this optimizer is distributed already; close() it first")
     elif isinstance(optimizer, OptimizerProxy):
@@ -385,19 +315,40 @@ def _check_optimizer(optimizer: Any) -> None:
         )
 
 
-def _chosen_compressor(
-    optimizer: torch.optim.Optimizer, compressor: Compressor | str | Mapping[str, Any] | None
-) -> Compressor | None:
-    if compressor is None:
-        return None
-    chosen = get_compressor(compressor)
+def _checked(
+    optimizer: torch.optim.Optimizer,
+    named_parameters: NamedParameters,
+    compressor: Compressor | str | Mapping[str, Any] | None,
+    scaler: torch.amp.GradScaler | None,
+    compare_every: int,
+    as_views: bool,
+    settings: Mapping[str, Any],
+    ranks: int,
+) -> tuple[list[tuple[str, torch.Tensor]], dict[str, torch.Tensor], Compressor | None]:
+    _check_optimizer(optimizer)
+    check_least(_WHO, "compare_every", compare_every, 0)
+    chosen = None if compressor is None else get_compressor(compressor)
     momenta = [group["momentum"] for group in optimizer.param_groups if group.get("momentum")]
-    if chosen.entry.momentum and momenta:
+    if chosen is not None and chosen.entry.momentum and momenta:
         raise ConfigurationError(
             f"{_WHO}: {chosen!r} applies momentum before the exchange, and the optimizer would apply another one, "
             f"{momenta[0]}, once more; set momentum=0 in one of them"
         )
-    return chosen
+    pairs = named_pairs(named_parameters, _WHO, ranks)
+    parameters = parameters_by_name(optimizer, pairs, _WHO)
+    for name, parameter in parameters.items():
+        if scaler is not None and parameter.is_complex():
+            kind = str(parameter.dtype).removeprefix("torch.")
+            raise ConfigurationError(
+                f"{_WHO}: a GradScaler of torch takes no complex gradients, and '{name}' is of {kind}; use "
+                "torch.autocast with bfloat16, which needs no scaler"
+            )
+    check_shards(parameters, settings, _WHO)
+    check_no_ddp(parameters, ranks, _WHO)
+    check_not_nested(optimizer, _WHO, averages_gradients=True)
+    if as_views:
+        _check_views(parameters, chosen, settings)
+    return pairs, parameters, chosen
 
 
 def _check_views(
@@ -415,12 +366,3 @@ def _check_views(
         problem = "with on_failure a step in which a rank has died is repeated, with gradients that would be gone"
     if problem is not None:
         raise ConfigurationError(f"{_WHO}: gradient_as_bucket_view: {problem}; leave it out")
-
-
-def _check_not_complex(parameters: Mapping[str, torch.Tensor]) -> None:
-    for name, parameter in parameters.items():
-        if parameter.is_complex():
-            raise ConfigurationError(
-                f"{_WHO}: a GradScaler of torch takes no complex gradients, and '{name}' is of {dtype_name(parameter)}"
-                "; use torch.autocast with bfloat16, which needs no scaler"
-            )

@@ -1,7 +1,8 @@
 """Exchange of gradients during backward, and detection of scripts that do not allow it."""
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
 import torch
@@ -44,7 +45,10 @@ class BackwardOverlap:
     def __init__(self, reducer: Reducer, subsystem: str, wanted: bool | None) -> None:
         self._reducer = reducer
         self._subsystem = subsystem
-        self._thread, is_open = start_overlap_thread(reducer, wanted)
+        self._wanted = wanted
+        self._thread: ProgressThread | None
+        self._finalizer: Any
+        is_open = self._start_thread()
         self._wanted = None if is_open else wanted
         self._trial_steps = _TRIAL_STEPS if is_open else 0
         self.obstacle = 0
@@ -52,8 +56,6 @@ class BackwardOverlap:
         self._taken: dict[str, tuple[torch.Tensor, tuple[int, int]]] = {}  # gradients, and their marks when taken
         self._samples: dict[str, torch.Tensor] = {}  # of shards' gradients, of which torch counts no `_foreach_mul_`
         self._exchanges = 0
-        self._generation = reducer.transport.generation
-        self._set_finalizer()
 
     @property
     def overlaps(self) -> bool:
@@ -128,9 +130,7 @@ class BackwardOverlap:
         """Prepare the next step. Collective after ranks were lost."""
         if self._reducer.transport.generation != self._generation:
             self._finalizer()
-            self._generation = self._reducer.transport.generation
-            self._thread, _ = start_overlap_thread(self._reducer, self._wanted)
-            self._set_finalizer()
+            self._start_thread()
         self._trial_steps = max(self._trial_steps - 1, 0)
         self._exchanges += 1
         if self._wanted is False and self._thread is not None:
@@ -158,7 +158,7 @@ class BackwardOverlap:
         self._finalizer()
 
     def _sampled_change(self) -> str | None:
-        """Return the name of a shard whose gradient has changed in some elements; read from a device once."""
+        # A device is read once.
         taken, self._samples = self._samples, {}
         present = {name: _bits_of_sample(self._taken[name][0]) for name in taken if name in self._taken}
         if not present or torch.equal(torch.cat([*present.values()]), torch.cat([taken[name] for name in present])):
@@ -166,7 +166,7 @@ class BackwardOverlap:
         return next(name for name, bits in present.items() if not torch.equal(bits, taken[name]))
 
     def _mark(self, parameter: torch.Tensor) -> tuple[int, int]:
-        """Return the version of a gradient, now and then with a sum of bits: ``.data`` counts no versions."""
+        # Writes to ``.data`` count no versions, so that now and then bits are added.
         inside = self._reducer.layout.holds_gradients  # where the exchange itself changes them
         sums_bits = self._exchanges & (self._exchanges - 1) == 0 and not inside
         gradient, whole = parameter.grad, whole_of(parameter).grad
@@ -174,10 +174,13 @@ class BackwardOverlap:
         assert whole is not None
         return whole._version, int(sum_of_bits([gradient])) if sums_bits else 0
 
-    def _set_finalizer(self) -> None:
-        threads = [] if self._thread is None else [self._thread]
-        self._finalizer = weakref.finalize(self, _stop, threads)
+    def _start_thread(self) -> bool:
+        self._generation = self._reducer.transport.generation
+        self._thread, is_open = start_overlap_thread(self._reducer, self._wanted)
+        stop: Callable[[], object] = bool if self._thread is None else self._thread.stop
+        self._finalizer = weakref.finalize(self, stop)
         self._finalizer.atexit = False
+        return is_open
 
 
 def _bits_of_sample(gradient: torch.Tensor) -> torch.Tensor:
@@ -210,8 +213,3 @@ def start_overlap_thread(reducer: Reducer, wanted: bool | None) -> tuple[Progres
     if is_useful and group.rank == 0:
         warn_user(f"gradients are exchanged after backward, not during it: {problem}")
     return None, is_open
-
-
-def _stop(threads: Iterable[ProgressThread]) -> None:
-    for thread in threads:
-        thread.stop()

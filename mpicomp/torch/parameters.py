@@ -27,11 +27,6 @@ def as_real(tensor: torch.Tensor) -> torch.Tensor:
     return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
-def dtype_name(tensor: torch.Tensor) -> str:
-    """Return the name of a tensor's dtype."""
-    return str(tensor.dtype).removeprefix("torch.")
-
-
 def members_of(optimizer: Any) -> Iterator[torch.Tensor]:
     """Yield the parameters in an optimizer's groups."""
     for group in optimizer.param_groups:
@@ -106,7 +101,7 @@ def check_kind(name: str, parameter: torch.Tensor, subsystem: str, takes_shards:
         advice = "keep it as a dense parameter"
     elif parameter.is_quantized or parameter.dtype not in _SERVED_DTYPES:
         served = ", ".join(str(dtype).removeprefix("torch.") for dtype in _SERVED_DTYPES)
-        found = f"is of {dtype_name(parameter)}"
+        found = f"is of {str(parameter.dtype).removeprefix('torch.')}"
         advice = f"parameters that are trained must be one of {served}; keep a master copy in one of them"
     elif parameter.is_conj() or parameter.is_neg():
         found = "is a view that conjugates or negates lazily"

@@ -2,7 +2,6 @@
 
 import functools
 import types
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -18,24 +17,14 @@ from mpicomp.torch.states import name_of, to_tensors
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]  # arguments of a step, without the optimizer itself
 
 
-class NotCopyable:
-    """Base of optimizers that hold a communicator and can be neither copied nor pickled; ``with`` closes them."""
+class Exchange:
+    """The exchange around a wrapped optimizer's steps, and the state that it adds to the optimizer's.
 
-    def __enter__(self) -> Any:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()  # type: ignore[attr-defined]
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        raise ConfigurationError(
-            f"{type(self).__name__}: it holds an MPI communicator and can be neither copied nor pickled; save or copy "
-            "its state_dict(), and load that into an optimizer that was made in the same way"
-        )
-
-
-class Exchange(ABC):
-    """The exchange around a wrapped optimizer's steps, and the state that it adds to the optimizer's."""
+    A kind of exchange has ``before(optimizer, closure)``, which returns the closure to step with; ``add(parameters)``
+    for a new group; ``trained(optimizer)``, the parameters that are exchanged, by name; ``state_dict()``,
+    ``check_state(optimizer, state)`` and ``load_state_dict(state)``, for which None is the state of a plain optimizer;
+    and ``drop_loaded()``, which leaves out a state of the reducer that was loaded.
+    """
 
     reducer: Reducer
 
@@ -44,44 +33,14 @@ class Exchange(ABC):
         self.names = {id(parameter): name_of(name) for name, parameter in pairs}
         self.transport, self.owns_transport = transport, owned
 
-    @abstractmethod
-    def before(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-        """Return the arguments to call the step with."""
-
-    @abstractmethod
-    def add(self, parameters: dict[str, torch.Tensor]) -> None:
-        """Add parameters of a new group."""
-
-    @abstractmethod
-    def trained(self, optimizer: Any) -> dict[str, torch.Tensor]:
-        """Return the parameters that are exchanged."""
-
-    @abstractmethod
-    def state_dict(self) -> dict[str, Any]: ...
-
-    @abstractmethod
-    def check_state(self, optimizer: Any, state: Mapping[str, Any]) -> None:
-        """Raise the error of a state that does not fit."""
-
-    @abstractmethod
-    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
-        """Load a state; None is that of a plain optimizer."""
-
-    @abstractmethod
-    def drop_loaded(self) -> None:
-        """Leave out a state of the reducer that was loaded."""
-
-    def after(self, optimizer: Any) -> None:  # noqa: B027
+    def after(self, optimizer: Any) -> None:
         """Run after a step."""
-
-    def clear(self) -> None:  # noqa: B027
-        """Note that gradients are cleared."""
 
     def progress(self) -> dict[str, Any]:
         """Return the values that `mpicomp.torch.broadcast_optimizer_state` sends besides state and settings."""
         return {}
 
-    def load_progress(self, progress: Mapping[str, Any]) -> None:  # noqa: B027
+    def load_progress(self, progress: Mapping[str, Any]) -> None:
         """Continue from another rank's `progress`."""
 
     def close(self) -> None:
@@ -90,27 +49,39 @@ class Exchange(ABC):
             self.transport.close()
 
 
-class OptimizerProxy(NotCopyable):
-    """Mixin that is put in front of an optimizer's class, so that each step exchanges, once."""
+class OptimizerProxy:
+    """Mixin that is put in front of an optimizer's class, so that each step exchanges, once.
+
+    It holds a communicator and can be neither copied nor pickled; ``with`` closes it.
+    """
 
     param_groups: list[dict[str, Any]]
-    _mpicomp: Exchange
+    _mpicomp: Any  # the `Exchange`
     _mpicomp_closed = False
     _mpicomp_stepping = False
 
     @property
     def reducer(self) -> Reducer:
-        return self._mpicomp.reducer
+        found: Reducer = self._mpicomp.reducer
+        return found
+
+    def __enter__(self) -> Any:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise ConfigurationError(
+            f"{type(self).__name__}: it holds an MPI communicator and can be neither copied nor pickled; save or copy "
+            "its state_dict(), and load that into an optimizer that was made in the same way"
+        )
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         return self._mpicomp_step(super().step, *(() if closure is None else (closure,)))  # type: ignore[misc]
 
     # Otherwise torch wraps this step in its profiler and hooks, too, when a state is loaded.
     step.hooked = True  # type: ignore[attr-defined]
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        self._mpicomp.clear()
-        super().zero_grad(set_to_none)  # type: ignore[misc]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters, on all ranks, between two steps.
@@ -159,7 +130,11 @@ class OptimizerProxy(NotCopyable):
         return value
 
     def _mpicomp_before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-        return self._mpicomp.before(self, args, kwargs)
+        closure = args[0] if args else kwargs.get("closure")
+        changed = self._mpicomp.before(self, closure)
+        if changed is not closure:
+            return ((changed, *args[1:]), kwargs) if args else (args, kwargs | {"closure": changed})
+        return args, kwargs
 
     def _mpicomp_after(self) -> None:
         self._mpicomp.after(self)
@@ -194,16 +169,6 @@ def wrap(optimizer: torch.optim.Optimizer, kind: type[OptimizerProxy], prefix: s
         hooks.move_to_end(handle.id, last=False)
         wrapped.register_step_post_hook(_after_step)
     return wrapped
-
-
-def closure_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return the closure among a step's arguments, or None."""
-    return args[0] if args else kwargs.get("closure")
-
-
-def with_closure(args: tuple[Any, ...], kwargs: dict[str, Any], closure: Callable[[], Any]) -> Arguments:
-    """Return a step's arguments with another closure."""
-    return ((closure, *args[1:]), kwargs) if args else (args, kwargs | {"closure": closure})
 
 
 def check_not_nested(optimizer: torch.optim.Optimizer, subsystem: str, averages_gradients: bool) -> None:

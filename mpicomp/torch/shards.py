@@ -19,7 +19,6 @@ from mpicomp.reducer.agreement import Made, Signature, agree, error_of, run_coll
 
 _WHO = "replicas"
 _ADVICE = "start the job with mpirun or srun, and torch's process group among its ranks, see docs/pytorch.md"
-REPLICAS_ADVICE = "the ranks of comm must hold the same shard; pass comm=mpicomp.torch.replicas(model)"
 _FINITE, _NONFINITE, _FAILED = range(3)
 
 
@@ -36,14 +35,6 @@ class LocalShard:
     @grad.setter
     def grad(self, gradient: torch.Tensor | None) -> None:
         self.whole.grad = None if gradient is None else shard_like(self.whole, gradient)
-
-    @property
-    def requires_grad(self) -> bool:
-        return bool(self.whole.requires_grad)
-
-    @property
-    def _version(self) -> int:
-        return int(self.whole._version)
 
     @property
     def rows(self) -> tuple[int, int]:
@@ -66,7 +57,7 @@ class LocalShard:
         return len(local_of(self.whole))
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(local_of(self.whole), name)
+        return getattr(self.whole if name in ("requires_grad", "_version") else local_of(self.whole), name)
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -81,11 +72,8 @@ class ShardGroup:
         meshes = [parameter.whole.device_mesh for parameter in parameters if isinstance(parameter, LocalShard)]
         self._mesh = meshes[0] if meshes and meshes[0].size() > 1 else None
         self._is_open = False
-
-    @property
-    def exists(self) -> bool:
-        """Whether the model is sharded."""
-        return self._mesh is not None
+        self.exists = self._mesh is not None
+        self.arrived: dict[str, None] = {}  # names in the order of backward, until ranks have agreed
 
     def begin(self) -> None:
         """Begin a step, which ends in `agree_finite` or `fail`."""
@@ -132,7 +120,7 @@ class ShardGroup:
 
 
 def is_sharded(tensor: Any) -> bool:
-    """Return whether a tensor is a DTensor, without an import of its module."""
+    """Return whether a tensor is a DTensor."""
     return any(base.__name__ == "DTensor" for base in type(tensor).__mro__)
 
 
@@ -205,7 +193,8 @@ def make_for_replicas(
     try:
         return run_collectively(make, transport, subsystem, compared)
     except DisagreementError as error:
-        raise DisagreementError(f"{error}; {REPLICAS_ADVICE}") from None
+        advice = "the ranks of comm must hold the same shard; pass comm=mpicomp.torch.replicas(model)"
+        raise DisagreementError(f"{error}; {advice}") from None
 
 
 def spec_of(name: str, tensor: Any) -> ArraySpec:
@@ -284,13 +273,6 @@ def replicas(model_or_mesh: Any, comm: Any = None) -> Any:
         ranks.
     DisagreementError
         Where names, shapes or rows of shards differ between ranks of the same place in their mesh.
-
-    Examples
-    --------
-    >>> mesh = init_device_mesh("cuda", (2, 4), mesh_dim_names=("replicate", "shard"))  # doctest: +SKIP
-    >>> fully_shard(model, mesh=mesh["shard"])  # doctest: +SKIP
-    >>> replicas = mpicomp.torch.replicas(model)  # doctest: +SKIP
-    >>> optimizer = mpicomp.torch.DistributedOptimizer(optimizer, model, comm=replicas)  # doctest: +SKIP
     """
     with connected(comm) as transport:
         if transport is comm:
@@ -390,10 +372,10 @@ def _mesh_of(model_or_mesh: Any) -> Any:
 
 
 def _place_of(mesh: Any, transport: Transport) -> tuple[int, int]:
-    """Return this rank's place in its mesh, and MPI's rank of the mesh's first one, checked on all ranks."""
+    # MPI's rank of the mesh's first one is the second result.
     group = transport.group
     place = mesh.get_local_rank()
-    token = transport.run(_begin(mesh, group))
+    token = transport.run(_agree_on_token(mesh, group))
     reports: list[Any] = [None] * mesh.size()
     torch.distributed.all_gather_object(reports, (token, group.rank, place), group=mesh.get_group())
     members = [rank for _, rank, _ in reports]
@@ -409,11 +391,10 @@ def _place_of(mesh: Any, transport: Transport) -> tuple[int, int]:
     return place, members[0]
 
 
-def _begin(mesh: Any, group: Group) -> Rounds[int]:
-    """Compare sizes of meshes; return a number of rank 0 by which ranks of the same job know each other."""
+def _agree_on_token(mesh: Any, group: Group) -> Rounds[int]:
     try:
         yield from agree(Signature({"the number of ranks in a mesh": mesh.size()}, []), None, group, _WHO)
     except DisagreementError as error:
         raise DisagreementError(f"{error}; pass the mesh of shards on all ranks") from None
-    token = yield from from_one({"token": secrets.randbits(62)}, group, _WHO)
+    token = yield from from_one({"token": secrets.randbits(62)}, group, _WHO)  # ranks of a job know each other by it
     return int(token["token"])

@@ -44,7 +44,7 @@ class SharedParameters(Checks):
         self._settings_check = SettingsCheck(optimizer, _WHO)
         self._settings = settings
         self._parameters: dict[str, torch.Tensor] = {}
-        self._shards = ShardGroup(map(exchanged, parameters.values()))
+        self.shards = ShardGroup(map(exchanged, parameters.values()))
         self._versions: dict[str, int] = {}
         self._compared = self._enabling_join = False
         self._scale = 1.0
@@ -133,11 +133,7 @@ class SharedParameters(Checks):
         yield from self._fingerprint.compare(self.values, group, () if self.frozen else self._uncompared.values())
         self._uncompared = {}
         yield from self._settings_check.finish(group)
-        return self._shards.agree_finite(finite)
-
-    def is_finite(self, finite: bool) -> bool:
-        """Return whether something is finite for all shards of this replica."""
-        return self._shards.all(finite)
+        return self.shards.agree_finite(finite)
 
     def restart(self) -> None:
         self._fingerprint.restart()
@@ -149,19 +145,17 @@ class SharedParameters(Checks):
         return {name: self._parameters[name] for name in self.values}
 
     def state_dict(self) -> dict[str, Any]:
+        momenta = self._momenta
+        if self._outer is not None:
+            states = {name: self._outer.state.get(shared, {}) for name, shared in self.values.items()}
+            found = {name: state.get("momentum_buffer") for name, state in states.items()}
+            momenta = {name: momentum.clone() for name, momentum in found.items() if momentum is not None}
         return {
             "reducer": self.reducer.state_dict(),
             "shared": {name: shared.clone() for name, shared in self.values.items()},
             "fresh": self.fresh,
-            "outer": self._outer_momenta(),
+            "outer": momenta,
         }
-
-    def _outer_momenta(self) -> dict[str, torch.Tensor]:
-        if self._outer is None:
-            return self._momenta
-        states = {name: self._outer.state.get(shared, {}) for name, shared in self.values.items()}
-        found = {name: state.get("momentum_buffer") for name, state in states.items()}
-        return {name: momentum.clone() for name, momentum in found.items() if momentum is not None}
 
     def check_fits(self, state: Mapping[str, Any]) -> None:
         shapes = {name: tuple(shared.shape) for name, shared in self.values.items()}
@@ -193,9 +187,6 @@ class SharedParameters(Checks):
             self._versions[name] = self._parameters[name]._version
         self.fresh, self._compared, self._outer, self._momenta = True, False, None, {}
 
-    def close(self) -> None:
-        self.reducer.close()
-
     def _share_trained(self) -> None:
         for name, parameter in self._parameters.items():
             if (parameter.requires_grad or parameter.grad is not None) and name not in self.values:
@@ -214,7 +205,7 @@ class SharedParameters(Checks):
             self.stale = True
 
     def _change(self, name: str) -> torch.Tensor:
-        """Return the change of a parameter in the dtype of its shared values; in its memory where dtypes are equal."""
+        # In the dtype of its shared values, and in its memory where dtypes are equal.
         values, shared = as_real(self._parameters[name].detach()), self.values[name]
         if values.dtype == shared.dtype:
             return values.sub_(shared)
@@ -222,12 +213,12 @@ class SharedParameters(Checks):
 
     def _averaged(self, changes: Mapping[str, torch.Tensor], lr: float | None) -> Rounds[Any]:
         absent = list(changes) if self.idle else []
-        self._shards.begin()
+        self.shards.begin()
         try:
             return (yield from self.reducer.rounds(changes, lr, absent=absent, scale=self._scale, checks=self))
         except BaseException as error:
             self._restore()
-            self._shards.fail(error)
+            self.shards.fail(error)
             raise
 
     def _move(self, means: Mapping[str, torch.Tensor], lr: Any) -> None:
@@ -260,9 +251,6 @@ class SharedParameters(Checks):
     @torch.no_grad()
     def _restore(self) -> None:
         for name, shared in self.values.items():
-            self._write(name, shared)
+            as_real(self._parameters[name]).copy_(shared)
+            self._versions[name] = self._parameters[name]._version
         self.fresh = True
-
-    def _write(self, name: str, values: torch.Tensor) -> None:
-        as_real(self._parameters[name]).copy_(values)
-        self._versions[name] = self._parameters[name]._version

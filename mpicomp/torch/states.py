@@ -44,24 +44,20 @@ def _converted(value: Any, convert: Callable[[Any], Any]) -> Any:
 
 
 def _to_torch(value: Any) -> Any:
-    if isinstance(value, np.ndarray):
-        return _tensor(value)
     if isinstance(value, np.generic):
         return value.item()
     for base in _BASES:
         if isinstance(value, base):
             return base(value)
-    return value
-
-
-def _tensor(array: np.ndarray[Any, Any]) -> torch.Tensor:
-    if not array.dtype.isnative:
-        array = array.astype(array.dtype.newbyteorder("="))
-    if not array.flags.writeable or any(stride < 0 for stride in array.strides):
-        array = array.copy()  # torch supports neither
-    if array.dtype.name == "bfloat16":
-        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
-    return torch.from_numpy(array)
+    if not isinstance(value, np.ndarray):
+        return value
+    if not value.dtype.isnative:
+        value = value.astype(value.dtype.newbyteorder("="))
+    if not value.flags.writeable or any(stride < 0 for stride in value.strides):
+        value = value.copy()  # torch supports neither
+    if value.dtype.name == "bfloat16":
+        return torch.from_numpy(value.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(value)
 
 
 def _to_numpy(value: Any) -> Any:

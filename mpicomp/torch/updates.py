@@ -23,7 +23,7 @@ from mpicomp.reducer import Reducer
 from mpicomp.reducer.settings import check_arguments
 from mpicomp.reducer.training_reducer import TrainingReducer
 from mpicomp.setting_checks import check_flag, check_least
-from mpicomp.torch.checks import COMPARE_EVERY, StepWatch, hook_gradients
+from mpicomp.torch.checks import COMPARE_EVERY, GradientHooks, StepWatch
 from mpicomp.torch.combined import CombinedOptimizer, optimizers_in
 from mpicomp.torch.parameters import (
     NamedParameters,
@@ -33,7 +33,7 @@ from mpicomp.torch.parameters import (
     named_pairs,
     parameters_by_name,
 )
-from mpicomp.torch.proxy import Arguments, Exchange, OptimizerProxy, check_not_nested, closure_of, with_closure, wrap
+from mpicomp.torch.proxy import Exchange, OptimizerProxy, check_not_nested, wrap
 from mpicomp.torch.shards import check_shards, is_sharded, local_of, make_for_replicas
 from mpicomp.torch.shared import SharedParameters
 
@@ -209,14 +209,14 @@ class _UpdateExchange(Exchange):
         self._interval: Any = self.reducer.policy if sync_every == AUTO else None
         self._steps, self.every = 0, 1 if isinstance(sync_every, str) else sync_every
         self._watch = StepWatch(WHO, accumulates=True)
-        self._hooks = hook_gradients(parameters, self._watch.filled)
+        self._hooks = GradientHooks(self._watch.filled, parameters)
         self._end = weakref.finalize(self, report_own_steps, shared, self.transport.group)
         self._state_reported = False
         self._hidden: tuple[dict[str, Any], list[tuple[torch.Tensor, torch.Tensor]]] = {}, []
 
-    def before(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+    def before(self, optimizer: Any, closure: Callable[[], Any] | None) -> Callable[[], Any] | None:
         """Copy writes of a script to parameters, and hide gradients that are not finite."""
-        self._watch.begin_step()
+        self._watch.is_in_step = True  # a closure may fill gradients many times, as that of LBFGS
         self.shared.copy_written()
         of_scaler: dict[str, Any] = {
             name: optimizer.__dict__.pop(name) for name in ("grad_scale", "found_inf") if name in optimizer.__dict__
@@ -226,27 +226,25 @@ class _UpdateExchange(Exchange):
         if factor is not None:
             for _, gradient in _gradients_of(optimizer):
                 gradient.mul_(1 / factor.to(gradient.device))
-        closure = closure_of(args, kwargs)
         if closure is None:
             self._hide(optimizer, overflowed)
-        elif self._skips:
+        if closure is None or not self._skips:
+            return closure
 
-            def checked() -> Any:
-                loss = closure()
-                self._hide(optimizer, None)
-                return loss
+        def checked() -> Any:
+            loss = closure()
+            self._hide(optimizer, None)
+            return loss
 
-            args, kwargs = with_closure(args, kwargs, checked)
-        return args, kwargs
+        return checked
 
     def _hide(self, optimizer: Any, overflowed: torch.Tensor | None) -> None:
-        """Hide gradients that are not finite, or those of an idle rank, from this rank's step."""
         gradients = _gradients_of(optimizer)
         is_spoilt = overflowed is not None and bool(overflowed)
         if overflowed is None and self._skips:
             local = [local_of(gradient) for _, gradient in gradients]
             values = [part.coalesce().values() if part.is_sparse else part for part in local]
-            is_spoilt = not self.shared.is_finite(all(bool(part.isfinite().all()) for part in values))
+            is_spoilt = not self.shared.shards.all(all(bool(part.isfinite().all()) for part in values))
         if is_spoilt or (self.join is not None and self.join.is_idle):
             for parameter, _ in gradients:
                 parameter.grad = None  # optimizers pass over such parameters
@@ -288,7 +286,7 @@ class _UpdateExchange(Exchange):
 
     def add(self, parameters: dict[str, torch.Tensor]) -> None:
         self.shared.add(parameters)
-        self._hooks |= hook_gradients(parameters, self._watch.filled)
+        self._hooks.add(parameters)
 
     def trained(self, optimizer: Any) -> dict[str, torch.Tensor]:
         return self.shared.trained()
@@ -326,8 +324,7 @@ class _UpdateExchange(Exchange):
         if sys.exc_info()[0] is None:
             self._end()
         self._end.detach()
-        while self._hooks:
-            self._hooks.popitem()[1].remove()
+        self._hooks.remove()
         super().close()
 
 
