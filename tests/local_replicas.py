@@ -6,7 +6,6 @@ import numpy as np
 import torch
 
 import mpicomp
-from mpicomp.checkpoint import load_rounds, save_rounds
 from mpicomp.mpi import LocalWorld
 
 TRUTH = np.random.default_rng(11).normal(size=(9, 7))
@@ -25,6 +24,13 @@ def sgd(model):
     return torch.optim.SGD(model.parameters(), lr=0.1)
 
 
+def pair(model):
+    """Momentum for matrices, AdamW for the rest."""
+    matrices = [parameter for parameter in model.parameters() if parameter.ndim == 2]
+    others = [parameter for parameter in model.parameters() if parameter.ndim != 2]
+    return [torch.optim.SGD(matrices, lr=0.1, momentum=0.9), torch.optim.AdamW(others, lr=0.02)]
+
+
 def loss_of(model, rank, step):
     inputs = np.random.default_rng([rank, step]).normal(size=(6, 9))
     dtype = next(model.parameters()).dtype
@@ -40,27 +46,23 @@ def bits(model):
 
 
 class Replicas:
-    """N models with an optimizer of a kind each, whose steps exchange."""
+    """N models with an optimizer each, made by ``wrap`` of a model and its transport, whose steps exchange."""
 
-    def __init__(self, kind, make, ranks, loss=loss_of, **settings):
-        self.loss = loss
-        self.world = LocalWorld(ranks)
-        self.models = [make() for _ in range(ranks)]
-        self.optimizers = [
-            kind(model.named_parameters(), comm=end, **settings)
-            for model, end in zip(self.models, self.world.transports, strict=True)
-        ]
+    def __init__(self, wrap, make, size, loss=loss_of, world=None):
+        self.loss, self.world = loss, world or LocalWorld(size)
+        self.models = [make() for _ in range(size)]
+        self.optimizers = [wrap(*pair) for pair in zip(self.models, self.world.transports, strict=True)]
 
     @property
     def pairs(self):
         return list(zip(self.models, self.optimizers, strict=True))
 
-    def backward(self, step, loss=None):
+    def backward(self, step):
         """Return the mean loss."""
         total = 0.0
         for rank, (model, optimizer) in enumerate(self.pairs):
             optimizer.zero_grad()
-            loss_of_rank = (loss or self.loss)(model, rank, step)
+            loss_of_rank = self.loss(model, rank, step)
             loss_of_rank.backward()
             total += loss_of_rank.item()
         return total / len(self.models)
@@ -69,8 +71,8 @@ class Replicas:
         with torch.no_grad():
             return self.world.run([optimizer.rounds() for optimizer in self.optimizers])
 
-    def step(self, step, loss=None):
-        mean = self.backward(step, loss)
+    def step(self, step):
+        mean = self.backward(step)
         self.exchange()
         return mean
 
@@ -90,11 +92,8 @@ class Replicas:
             exchanges.append(optimizer._mpicomp.rounds(optimizer))
         self.world.run(exchanges)
 
-    def train(self, loss, steps):
-        """Return the mean loss of every step."""
-        return [self.step(step, loss) for step in steps]
-
     def run(self, steps):
+        """Return the mean loss of every step."""
         return [self.step(step) for step in steps]
 
     def values(self):
@@ -124,25 +123,16 @@ class Replicas:
             model.load_state_dict(state["model"])
             optimizer.load_state_dict(state["optimizer"])
 
-    def through_a_checkpoint(self, folder, other):
-        """Load the states of these ranks on others, of which there may be fewer."""
-        ends, states = self.world.transports, self.states()
-        self.world.run([save_rounds(folder, state, 1, end.group) for state, end in zip(states, ends, strict=True)])
-        other.load(other.world.run([load_rounds(folder, end.group) for end in other.world.transports]))
-
 
 class Updates(Replicas):
     """Replicas that exchange what their optimizers have changed."""
 
     def __init__(self, size, base=adam, make=network, loss=loss_of, world=None, **settings):
-        settings = {"warmup": 0} | settings
-        self.loss = loss
-        self.world = world or LocalWorld(size)
-        self.models = [make() for _ in range(size)]
-        self.optimizers = [
-            mpicomp.torch.UpdateOptimizer(base(model), model.named_parameters(), comm=end, **settings)
-            for model, end in zip(self.models, self.world.transports, strict=True)
-        ]
+        def wrap(model, end):
+            named = model.named_parameters()
+            return mpicomp.torch.UpdateOptimizer(base(model), named, comm=end, **({"warmup": 0} | settings))
+
+        super().__init__(wrap, make, size, loss, world)
 
 
 class ByHand:

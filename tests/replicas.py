@@ -66,13 +66,17 @@ class Pair:
         loss.backward()
         return loss
 
-    def step(self, step, change=None):
-        """Step on both; ``change`` is called with a model whose gradients are means."""
+    def step_alone(self, step, change=None):
+        """Step on the model; ``change`` is called with it when its gradients are means."""
         self.backward(step)
         if change is not None:
             self.optimizer.synchronize()
             change(self.model)
         self.optimizer.step()
+
+    def step(self, step, change=None):
+        """Step on both."""
+        self.step_alone(step, change)
         self.reference.step(self.loss, step, change)
 
     def run(self, steps, change=None):
@@ -235,17 +239,10 @@ class UnevenPair(Pair):
         self.batches = batches[: comm.size]
 
     def join(self, change=None, body=None, first=0):
-        """Train both, each rank on its batches; ``body`` makes a step in place of `step_as_usual`."""
+        """Train the model, each rank on its batches; ``body`` makes a step in place of `step_alone`."""
         with self.optimizer.join():
             for step in range(first, first + self.batches[self.comm.rank]):
-                (body or self.step_as_usual)(step, *(() if change is None else (change,)))
-
-    def step_as_usual(self, step, change=None):
-        self.backward(step)
-        if change is not None:
-            self.optimizer.synchronize()
-            change(self.model)
-        self.optimizer.step()
+                (body or self.step_alone)(step, *(() if change is None else (change,)))
 
     def follow(self, change=None, loss=None, first=0):
         """Make the same steps in the reference."""

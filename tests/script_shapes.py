@@ -1,4 +1,4 @@
-"""Three training scripts of the shapes that public ones have; what an exchange needs is one call, ``distribute``.
+"""Two training scripts of the shapes that public ones have; what an exchange needs is one call, ``distribute``.
 
 ``python script_shapes.py FOLDER`` runs them on the ranks of a job: whole, and stopped and resumed; rank 0 prints what
 came of it as one JSON object.
@@ -10,13 +10,12 @@ import shutil
 import sys
 import types
 import warnings
-from collections import defaultdict
 from functools import partial
 from pathlib import Path
 
 import torch
 from torch.nn import functional
-from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 
 def images(comm, folder, distribute, epochs, resume=False):
@@ -129,82 +128,8 @@ def closures(comm, folder, distribute, epochs, resume=False):
     return module, trainer.optimizer
 
 
-class Characters(torch.nn.Module):
-    """A causal model of 10 characters, with a head that shares its weight with the embedding."""
-
-    def __init__(self, width=8, block=6):
-        super().__init__()
-        self.tokens, self.places = torch.nn.Embedding(10, width), torch.nn.Embedding(block, width)
-        self.attention, self.norm = torch.nn.Linear(width, 3 * width), torch.nn.LayerNorm(width)
-        self.head = torch.nn.Linear(width, 10, bias=False)
-        self.head.weight = self.tokens.weight
-
-    def configure_optimizers(self):
-        """Return AdamW, which decays matrices alone."""
-        matrices = [parameter for parameter in self.parameters() if parameter.dim() > 1]
-        others = [parameter for parameter in self.parameters() if parameter.dim() <= 1]
-        groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
-        return torch.optim.AdamW(groups, lr=0.01, betas=(0.9, 0.95))
-
-    def forward(self, characters, targets):
-        hidden = self.tokens(characters) + self.places.weight
-        mixed = functional.scaled_dot_product_attention(*self.attention(hidden).chunk(3, dim=-1), is_causal=True)
-        logits = self.head(self.norm(hidden + mixed))
-        return logits, functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
-
-
-class CallbackTrainer:
-    """minGPT's loop: a loader without end, gradients that are cleared through the model, clipping, callbacks."""
-
-    def __init__(self, model, data, distribute, seed, iterations):
-        self.model, self.data, self.distribute, self.seed, self.iterations = model, data, distribute, seed, iterations
-        self.callbacks = defaultdict(list)
-        self.iter_num = 0
-
-    def run(self, checkpoint=None):
-        """Train until ``iterations``, from a checkpoint or from the start."""
-        self.optimizer = self.distribute(self.model.configure_optimizers(), self.model)
-        random = torch.Generator().manual_seed(self.seed)
-        sampler = RandomSampler(self.data, replacement=True, num_samples=int(1e10), generator=random)
-        batches = iter(DataLoader(self.data, batch_size=3, sampler=sampler))
-        if checkpoint is not None:
-            self.iter_num = checkpoint["iter_num"]
-            self.model.load_state_dict(checkpoint["model"])
-            self.optimizer.load_state_dict(checkpoint["optimizer"])
-            for _ in range(self.iter_num):
-                next(batches)
-        while self.iter_num < self.iterations:
-            inputs, targets = next(batches)
-            _, loss = self.model(inputs, targets)
-            self.model.zero_grad(set_to_none=True)
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(self.model.parameters(), 0.1)
-            self.optimizer.step()
-            self.iter_num += 1
-            for callback in self.callbacks["on_batch_end"]:
-                callback(self)
-
-
-def characters(comm, folder, distribute, epochs, resume=False):
-    """Train with a `CallbackTrainer`, of which a callback saves every 5th iteration, which is called an epoch here."""
-    torch.manual_seed(0)
-    text = torch.randint(10, (40, 7), generator=torch.Generator().manual_seed(2))
-    model, data = Characters().double(), TensorDataset(text[:, :-1], text[:, 1:])
-    trainer = CallbackTrainer(model, data, distribute, seed=comm.rank, iterations=5 * epochs)
-    file = Path(folder) / f"model-{comm.rank}.pt"
-
-    def save(trainer):
-        if trainer.iter_num % 5 == 0:
-            states = {"model": model.state_dict(), "optimizer": trainer.optimizer.state_dict()}
-            torch.save({"iter_num": trainer.iter_num, **states}, file)
-
-    trainer.callbacks["on_batch_end"].append(save)
-    trainer.run(torch.load(file) if resume else None)
-    return model, trainer.optimizer
-
-
-SCRIPTS = {script.__name__: script for script in (images, closures, characters)}
-CLIPPING = {"closures", "characters"}
+SCRIPTS = {script.__name__: script for script in (images, closures)}
+CLIPPING = {"closures"}
 """Scripts that write to gradients between backward and step, which an exchange during backward does not allow."""
 
 

@@ -8,7 +8,6 @@ from held_arrays import held_bytes
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
-from marks import slow
 from mpicomp.kernels.cpu import bounded_blocks as blocks
 
 import mpicomp
@@ -88,7 +87,6 @@ def huge_and_tiny(rng, limits, rank):
 
 HOSTILE = {
     "constant": lambda rng, limits, rank: np.full(130, 0.7),
-    "zeros": lambda rng, limits, rank: np.zeros(130),
     "negative zeros": lambda rng, limits, rank: np.full(70, -0.0),
     "subnormal": lambda rng, limits, rank: limits.smallest_subnormal * rng.integers(-9, 9, 100),
     "huge and tiny": huge_and_tiny,
@@ -102,7 +100,6 @@ HOSTILE = {
     "empty": lambda rng, limits, rank: np.empty(0),
     "scalar": lambda rng, limits, rank: np.array(rank + 0.1),
 }
-RANGED = [name for name in HOSTILE if name not in ("subnormal", "largest", "constant")]
 
 
 def hostile(name, dtype, rank):
@@ -116,10 +113,12 @@ def test_sum_of_hostile_arrays_is_within_its_bound(name, dtype):
         arrays = [hostile(name, dtype, rank) for rank in range(ranks)]
         for number, error in enumerate((0.01, 1e-6, 1e-12, 1e-37, 1e37)):
             check(arrays, error, ("mean", "sum")[(number + ranks) % 2])
+        if ranks == 1:
+            assert reduce(arrays, 0.5).tobytes() == arrays[0].tobytes()
 
 
 @pytest.mark.parametrize("op", ["mean", "sum"])
-@pytest.mark.parametrize("name", RANGED)
+@pytest.mark.parametrize("name", ["huge and tiny", "infinite", "rank of large", "empty", "scalar"])
 def test_relative_bound_is_a_share_of_the_mean_range(name, op):
     for ranks in (1, 2, 3, 4):
         arrays = [hostile(name, np.float32, rank) for rank in range(ranks)]
@@ -164,28 +163,6 @@ def test_sum_of_drawn_arrays_is_within_its_bound(data):
         near = rng.uniform(-100, 100, few.shape) * error
     places = rng.integers(0, 10, data.draw(st.integers(1, 150)))
     check(np.hstack([few, near.astype(dtype)])[:, places], error, data.draw(st.sampled_from(["mean", "sum"])))
-
-
-def drawn_fields(rng, dtype, error):
-    """Return noise and walks whose blocks have scales from a thousandth of the bound to a million times it."""
-    shape = 4, 1 << 11, 32
-    scales = error * 2.0 ** rng.uniform(-10, 20, (4 if rng.random() < 0.5 else 1, shape[1], 1))
-    noise = rng.uniform(-1, 1, shape) * scales
-    walks = np.cumsum(noise, axis=2) / 8
-    return np.where(rng.random((1, shape[1], 1)) < 0.5, noise, walks).reshape(4, -1).astype(dtype)
-
-
-@pytest.mark.parametrize("rounds", [1, slow(20)])
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
-def test_bound_holds_for_each_of_many_elements(dtype, rounds):
-    """A run of 20 rounds has 1,310,720 elements of each dtype; the sums of reference have 64 bits."""
-    for seed in range(rounds):
-        rng = np.random.default_rng(seed)
-        error = float(10.0 ** rng.uniform(-30, 10))
-        arrays = drawn_fields(rng, dtype, error)
-        total = arrays.astype(np.longdouble).sum(axis=0)
-        assert np.abs(reduce(list(arrays), error) - total / 4).max() <= error
-        assert np.abs(reduce(list(arrays), 4 * error, "sum") - total).max() <= 4 * error
 
 
 def slow_reader(message, count, factor, dtype):
@@ -239,12 +216,8 @@ def packed_words(array, error):
     return blocks.pack_bounded(array, grid.step, grid.limit, words)
 
 
-def test_constant_blocks_take_a_byte_each():
-    assert packed_words(np.full(6400, 3.0), 10.0) == 13  # zeros
-    assert packed_words(np.full(6400, 3.0), 0.4) == 13 + 4  # 4 in the first block
-
-
-def test_smooth_fields_take_few_bits_and_noise_no_more_than_its_own():
+def test_constant_and_smooth_fields_take_few_bits_and_noise_no_more_than_its_own():
+    assert packed_words(np.full(6400, 3.0), 0.4) == 13 + 4  # a byte a block, and 4 in the first block
     rng = np.random.default_rng(0)
     smooth = np.sin(np.linspace(0, 100, 64_000)).astype(np.float32)
     assert packed_words(smooth, 1e-3) * 64 / smooth.size < 3
@@ -260,7 +233,6 @@ def test_smooth_fields_take_few_bits_and_noise_no_more_than_its_own():
         lambda: np.arange(24, dtype=np.float32).reshape(4, 6)[::-1, ::2],
         lambda: np.asfortranarray(np.arange(24.0).reshape(2, 3, 4)),
         lambda: np.arange(200, dtype=">f4"),
-        lambda: np.arange(10, dtype=np.complex64) * (1 + 2j),
         lambda: (np.arange(12) * (1 - 3j)).reshape(3, 4).T,
         lambda: np.float32(3.3),
         lambda: np.empty((0, 3)),
@@ -282,32 +254,18 @@ def test_result_is_written_to_out_and_to_the_array_itself():
     assert reduce(arrays, 0.01, outs=arrays).tobytes() == expected == arrays[1].tobytes()
 
 
-def test_single_rank_returns_its_numbers_exactly():
-    array = np.random.default_rng(0).normal(size=100)
-    mean = mpicomp.allreduce(array, error=0.5, comm=LocalWorld(1).transports[0])
-    assert mean.tobytes() == array.tobytes()
-    assert mean is not array
-
-
 @pytest.mark.parametrize(
     ("settings", "error", "text"),
     [
         ({"error": 0}, ConfigurationError, "error must be a number from 1e-37 to 1e\\+290, got 0 "),
         ({"error": float("nan")}, ConfigurationError, "got nan"),
-        ({"error": float("inf")}, ConfigurationError, "got inf"),
-        ({"error": -1.0}, ConfigurationError, "got -1.0"),
-        ({"error": "1e-3"}, ConfigurationError, "got '1e-3'"),
-        ({"error": 1e-38}, ConfigurationError, "got 1e-38"),
         ({"error": None, "op": "sum"}, ConfigurationError, "op='sum', out and relative need error="),
         ({"op": "max"}, ConfigurationError, "op must be 'mean' or 'sum', got 'max'"),
         ({"compressor": "topk"}, ConfigurationError, "got compressor 'topk'; pass one"),
         ({"array": [1.0, 2.0]}, ArrayTypeError, "needs a NumPy array, got list"),
         ({"array": np.ones(5, np.float16)}, ArrayTypeError, "got float16; cast it first"),
-        ({"array": np.ones(5, int)}, ArrayTypeError, "got int64; cast it first"),
         ({"out": np.ones(5)}, ArrayTypeError, "float32 and shape \\(5,\\), got one of float64 and shape \\(5,\\)"),
-        ({"out": np.ones(6, np.float32)}, ArrayTypeError, "got one of float32 and shape \\(6,\\)"),
         ({"out": np.broadcast_to(np.float32(1), 5)}, ArrayTypeError, "got a read-only one of float32"),
-        ({"out": "here"}, ArrayTypeError, "got str"),
     ],
 )
 def test_wrong_argument_of_one_rank_is_an_error_of_all(settings, error, text):
@@ -324,7 +282,6 @@ def test_wrong_argument_of_one_rank_is_an_error_of_all(settings, error, text):
         ({"relative": True}, "relative must be the same on all ranks, got False on rank 0 and True on rank 2"),
         ({"op": "sum"}, "op must be the same on all ranks, got mean on rank 0 and sum on rank 2"),
         ({"array": ONES.astype(float)}, "same dtype on all ranks, got float32 on rank 0 and float64 on rank 2"),
-        ({"array": ONES[:4]}, "same shape on all ranks"),
     ],
 )
 def test_ranks_that_differ_get_one_error_before_data_moves(other, text):
@@ -338,12 +295,12 @@ def test_ranks_that_differ_get_one_error_before_data_moves(other, text):
     assert operations == {"allgatherv"}
 
 
-def damaged_run(damage, operation):
+def damaged_run(value, operation):
     """Return what each rank returns or raises if rank 1 receives a damaged message."""
 
     def after(task):
         if task.operation == operation and task.dtype == np.uint64:
-            damage(task.recv)
+            task.recv.view(np.uint8)[0] = value
 
     def outcome(rank, rounds):
         try:
@@ -355,16 +312,9 @@ def damaged_run(damage, operation):
     return run([{"array": array, "error": 0.01} for array in arrays], outcome)
 
 
-def set_first_byte(value):
-    def damage(words):
-        words.view(np.uint8)[0] = value
-
-    return damage
-
-
-@pytest.mark.parametrize("value", [0, 31, 32, 63, 64 + 32, 128 + 31, 192, 193, 255])
+@pytest.mark.parametrize("value", [0, 32, 192, 193])
 def test_damaged_message_to_an_owner_is_an_error_of_all(value):
-    outcomes = damaged_run(set_first_byte(value), "alltoallv")
+    outcomes = damaged_run(value, "alltoallv")
     assert [str(outcome) for outcome in outcomes] == [
         "allreduce with a bound: some rank was sent a damaged message"
     ] * 3
@@ -372,7 +322,7 @@ def test_damaged_message_to_an_owner_is_an_error_of_all(value):
 
 
 def test_damaged_sum_is_an_error_of_the_rank_that_got_it():
-    outcomes = damaged_run(set_first_byte(255), "allgatherv")
+    outcomes = damaged_run(255, "allgatherv")
     assert isinstance(outcomes[1], MessageError)
     assert all(isinstance(outcomes[rank], np.ndarray) for rank in (0, 2))
 

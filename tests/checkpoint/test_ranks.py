@@ -75,7 +75,6 @@ def test_reducers_that_differ_between_ranks_are_refused(tmp_path):
     for other, message in [
         ({"v": np.zeros(3)}, "'state['optimizer']['mpicomp']['residuals']['w']' is on rank 0 but not on rank 1"),
         ({"w": np.zeros(4)}, "must have the same shape on all ranks"),
-        ({"w": np.zeros(3, "f4")}, "must have the same dtype on all ranks"),
     ]:
         assert message in the_one(save_errors(tmp_path, [state(w=np.zeros(3)), state(**other)]), DisagreementError)
     assert names(tmp_path) == []
@@ -86,21 +85,9 @@ def shared(comm, tmp_path):
 
 
 @pytest.mark.mpi
-def test_each_rank_gets_its_own(comm, tmp_path):
-    folder = shared(comm, tmp_path) / "checkpoints"
-    assert mpicomp.load_checkpoint(folder, comm) is None
-    for epoch in range(3):
-        mpicomp.save_checkpoint(folder, {"epoch": epoch, "rank": comm.rank, "w": np.full(comm.rank, 3.0)}, comm, keep=2)
-    loaded = mpicomp.load_checkpoint(str(folder), comm)
-    assert (loaded["epoch"], loaded["rank"], loaded["w"].tolist()) == (2, comm.rank, [3] * comm.rank)
-    assert names(folder) == ["checkpoint-00000002", "checkpoint-00000003"]
-    assert len(names(folder / "checkpoint-00000003")) == comm.size
-
-
-@pytest.mark.mpi
 def test_errors_of_the_last_rank_reach_all(comm, tmp_path, monkeypatch):
     folder, last = shared(comm, tmp_path), comm.size - 1
-    mpicomp.save_checkpoint(folder, {"epoch": 1}, comm)
+    mpicomp.save_checkpoint(folder, {"epoch": 1, "rank": comm.rank}, comm)
     with pytest.raises(CheckpointError, match=r"state\['x'\] is a object and cannot be stored"):
         mpicomp.save_checkpoint(folder, {"x": object() if comm.rank == last else 0}, comm)
 
@@ -113,7 +100,7 @@ def test_errors_of_the_last_rank_reach_all(comm, tmp_path, monkeypatch):
         mpicomp.save_checkpoint(folder, {"epoch": 2}, comm)
     comm.Barrier()
     assert names(folder) == ["checkpoint-00000001"]
-    assert mpicomp.load_checkpoint(folder, comm) == {"epoch": 1}
+    assert mpicomp.load_checkpoint(folder, comm) == {"epoch": 1, "rank": comm.rank}
     comm.Barrier()
     if comm.rank == 0:
         path = file_of(folder, last)

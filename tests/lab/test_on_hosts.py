@@ -87,7 +87,7 @@ def test_scripts_on_two_hosts_resume(lab, tmp_path):
     done = lab("--hosts", "2", "--bandwidth", "1gbit", "--latency", "0us", command=command, timeout=100)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
-    assert found.keys() == {"images", "closures", "characters"}
+    assert found.keys() == {"images", "closures"}
     for name, script in found.items():
         assert script["replicas"] == [True, True], name
         assert script["resumed"][1], name  # with a collective that is named

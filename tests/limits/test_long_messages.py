@@ -132,32 +132,3 @@ def test_message_beyond_31_bits_of_bytes_arrives(pair, collective, monkeypatch, 
         np.testing.assert_array_equal(value, expected[: value.size])
     assert reducer.last_step.buckets[0].numel == MANY
     reducer.close()
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
-@FITS
-@pytest.mark.mpi(min_size=2, max_size=2)
-@pytest.mark.parametrize("indices", ["plain", "elias-fano"])
-def test_messages_beyond_31_bits_of_bytes_arrive(pair, indices, monkeypatch, tmp_path):
-    """Half of 280 million elements, of two ranks: 2.24 GB are received, with plain indices."""
-    store_long_arrays(monkeypatch, tmp_path)
-    numel = 280_000_000
-    compressor = mpicomp.TopK(ratio=0.5, indices=indices)
-    reducer = mpicomp.Reducer(compressor, "allgather", feedback=False, bucket_bytes=1 << 40, comm=pair)
-    mine, _ = repeated(numel, pair.rank)
-    mean = reducer.reduce({"w": mine})["w"]
-    parts = [repeated(numel, rank)[1] for rank in range(2)]
-    limits = []
-    for part in parts:  # a few are equal to the smallest that is sent, of which not all are
-        magnitudes, (whole, rest) = np.abs(part), divmod(numel, part.size)
-        order = np.argsort(-magnitudes)
-        times = np.cumsum(whole + (order < rest))  # that the so many largest values of the part stand in the array
-        limits.append(magnitudes[order[np.searchsorted(times, compressor.count(numel))]])
-    expected = sum(np.where(np.abs(p) > limit, p, 0) for p, limit in zip(parts, limits, strict=True)) / np.float32(2)
-    clear = np.logical_and.reduce([np.abs(p) != limit for p, limit in zip(parts, limits, strict=True)])
-    for start in range(0, numel, expected.size):
-        value = mean[start : start + expected.size]
-        np.testing.assert_array_equal(value[clear[: value.size]], expected[: value.size][clear[: value.size]])
-    assert (~clear).sum() < 10
-    reducer.close()

@@ -60,22 +60,18 @@ def test_residuals_follow_their_parameters_into_new_buckets(comm):
         state.close()
 
 
-@pytest.mark.mpi(min_size=2)
-def test_model_without_ddp_on_one_rank_is_refused_on_all(comm):
-    with gloo(comm):
-        model = torch.nn.parallel.DistributedDataParallel(network())
-        with pytest.raises(ConfigurationError, match=r"a model in DistributedDataParallel is needed.*on rank 1"):
-            mpicomp.torch.DDPState(network() if comm.rank == 1 else model, comm=comm)
-
-
 @pytest.mark.mpi(max_size=3)
 def test_unserved_models_and_groups_are_refused(comm, monkeypatch):
-    with pytest.raises(ConfigurationError, match="a model in DistributedDataParallel is needed, got Sequential"):
-        mpicomp.torch.DDPState(network(), comm=comm)
     with gloo(comm):
         model = torch.nn.parallel.DistributedDataParallel(network())
         from mpi4py import MPI
 
+        wrong = network() if comm.rank == comm.size - 1 else model
+        with pytest.raises(ConfigurationError, match="a model in DistributedDataParallel is needed, got Sequential"):
+            mpicomp.torch.DDPState(wrong, comm=comm)
+        sparse = torch.nn.parallel.DistributedDataParallel(torch.nn.EmbeddingBag(9, 4, sparse=True))
+        with pytest.raises(ConfigurationError, match="sparse=False, or use DistributedOptimizer"):
+            mpicomp.torch.DDPState(sparse, "topk", comm=comm)
         if comm.size > 1:
             with pytest.raises(ConfigurationError, match=f"process group has {comm.size} ranks and MPI has 1"):
                 mpicomp.torch.DDPState(model, comm=MPI.COMM_SELF)

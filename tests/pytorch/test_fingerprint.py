@@ -25,10 +25,10 @@ def compare(replicas_at, every, times, size):
     return None
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64])
-@pytest.mark.parametrize("size", [2, 3, 4])
-def test_any_bit_that_differs_is_found(dtype, size):
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.complex64])
+def test_any_bit_that_differs_is_found(dtype):
     torch.manual_seed(0)
+    size = 3
     start = {"a": torch.randn(5, 3).to(dtype), "b": torch.randn(40).to(dtype).reshape(8, 5).T}
     for bit in (0, 3, 7):
         replicas = [{name: values.clone() for name, values in start.items()} for _ in range(size)]
@@ -38,12 +38,9 @@ def test_any_bit_that_differs_is_found(dtype, size):
         replicas[-1]["b"] = flat.view(dtype).reshape(5, 8)
         time, words = compare(lambda _, replicas=replicas: replicas, 1, 2, size)
         assert time == 1  # after the first step
-        assert words.startswith(f"X: parameter 'b' has other values on rank {size - 1} than on rank 0; replicas have")
-
-
-def test_all_ranks_that_differ_are_named():
-    replicas = [{"w": torch.full((3,), float(rank in (1, 3)))} for rank in range(4)]
-    assert "'w' has other values on ranks 1, 3 than on rank 0" in compare(lambda _: replicas, 2, 2, 4)[1]
+        assert words.startswith("X: parameter 'b' has other values on rank 2 than on rank 0; replicas have")
+        replicas[1] = replicas[2]
+        assert "'b' has other values on ranks 1, 2 than" in compare(lambda _, replicas=replicas: replicas, 2, 2, 3)[1]
 
 
 @pytest.mark.parametrize(("every", "steps"), [(5, [1, 2, 4, 5, 10, 15, 20]), (1, list(range(1, 21))), (0, [])])
@@ -98,10 +95,9 @@ def test_shared_parameters_are_compared():
 
 
 @pytest.mark.mpi(min_size=2)
-@pytest.mark.parametrize("compressor", ["dense", "topk"])
-def test_replicas_are_compared(comm, compressor):
+def test_replicas_are_compared(comm):
     [model], rank = replicas_of(1), comm.rank
-    settings = {"compressor": compressor, "comm": comm, "compare_every": 3}
+    settings = {"compressor": "topk", "comm": comm, "compare_every": 3}
     optimizer = close_at_end(mpicomp.torch.DistributedOptimizer(descent(model), model, **settings))
     for number in range(1, 7):
         backward(model, rank)

@@ -7,7 +7,7 @@ from replicas import close_at_end, network, sgd
 
 import mpicomp
 from mpicomp.errors import ConfigurationError
-from mpicomp.torch import DDPState, DistributedOptimizer, LocalMuon, Muon, UpdateOptimizer
+from mpicomp.torch import DistributedOptimizer, LocalMuon, Muon, UpdateOptimizer
 from mpicomp.torch import broadcast_optimizer_state as broadcast_state
 from mpicomp.torch import broadcast_parameters as broadcast
 
@@ -42,43 +42,24 @@ def send_state(model, comm, **settings):
 
 WRONG = [
     (distribute, {"compressor": mpicomp.TopK}, r"compressor must be .*got the class TopK; pass an object, TopK\(\)"),
-    (distribute, {"policy": mpicomp.policies.Static}, "policy must be .*got the class Static"),
     (distribute, {"overlap": "yes"}, "DistributedOptimizer: overlap must be True, False or None, got 'yes'"),
-    (distribute, {"overlap": 1}, "overlap must be True, False or None, got 1"),
     (distribute, {"compare_every": "10"}, "compare_every must be an integer, got '10'; convert it to a number"),
     (distribute, {"same_batches": "no"}, "same_batches must be True or False, got 'no'"),
     (distribute, {"scaler": True}, "scaler must be a GradScaler or None, got True"),
-    (distribute, {"scaler": torch.amp.GradScaler}, "scaler must be .*got the class GradScaler"),
-    (distribute, {"nonfinite": None}, "nonfinite must be a string such as 'raise', got None"),
     (distribute, {"collective": 3}, "collective must be a string such as 'auto', got 3"),
-    (distribute, {"seed": "1"}, "seed must be an integer, got '1'"),
     (distribute, {"process_group": None}, "unknown name 'process_group'; pass comm="),
     (distribute, {"backward_passes_per_step": 2}, r"with optimizer.accumulate\(\)"),
     (distribute, {"op": "sum"}, "unknown name 'op'; gradients are averaged.*Known: .*gradient_as_bucket_view.*scaler"),
-    (distribute, {"find_unused_parameters": True}, "leave it out. Known: .*scaler"),
-    (distribute, {"device": "cuda"}, "arrays stay on their device"),
-    (distribute, {"compression": "fp16"}, "pass compressor="),
     (distribute, {"gradient_as_bucket_views": True}, "did you mean 'gradient_as_bucket_view'"),
     (update, {"every": 3}, "UpdateOptimizer: .*unknown name 'every'.* sync_every="),
     (update, {"sync_every": 2.5}, "sync_every must be an integer or a string, got 2.5"),
-    (update, {"outer": "sgd"}, "outer must be a mapping or None, got 'sgd'"),
-    (update, {"sync_evry": 3}, "did you mean 'sync_every'"),
     (muon, {"lr": "0.02"}, "LocalMuon: lr must be a number, got '0.02'; convert it"),
-    (muon, {"adamw_lr": None}, "adamw_lr must be a number, got None"),
     (muon, {"matrices": "0.weight"}, "matrices must be a list or None, got '0.weight'"),
     (muon, {"betas": (0.9, 0.95)}, "LocalMuon: settings: unknown name 'betas'.*Known: .*adamw_lr.*sync_every.*threads"),
-    (reducer, {"compressor": mpicomp.TopK}, "compressor must be .*got the class TopK"),
-    (reducer, {"feedback": "yes"}, "feedback must be True, False or None, got 'yes'"),
     (reducer, {"on_failure": 3}, "on_failure must be a string such as 'abort' or a function, got 3"),
-    (reducer, {"threads": True}, "threads must be an integer, got True"),
     (mean, {"error": "1e-3"}, "allreduce: error must be a number or None, got '1e-3'"),
-    (mean, {"error": 0.1, "op": sum}, "op must be a string such as 'mean', got <built-in"),
-    (mean, {"error": 0.1, "relative": "yes"}, "relative must be True or False, got 'yes'"),
-    (mean, {"average": True}, "unknown name 'average'"),
-    (mean, {"compressor": mpicomp.TopK}, "compressor must be .*got the class TopK"),
     (send, {"root": "0"}, "broadcast_parameters: root must be an integer, got '0'"),
     (send, {"root_rank": 0}, "the rank whose values are sent is root="),
-    (send_state, {"root": 0.0}, "broadcast_optimizer_state: root must be an integer, got 0.0"),
     (send_state, {"src": 0}, "the rank whose values are sent is root="),
 ]
 
@@ -97,18 +78,12 @@ def test_wrong_kind_or_name_on_one_rank_is_refused_by_name_on_all(comm, call, wr
     ("call", "message"),
     [
         (lambda m: DistributedOptimizer(sgd(m)), "named_parameters is missing; pass it, such as model.named_param"),
-        (lambda m: DistributedOptimizer(), "DistributedOptimizer: optimizer is missing"),
         (lambda m: DistributedOptimizer(sgd(m), m, "topk", "auto", None, True), "policy is the last .* got 6 of them"),
         (lambda m: DistributedOptimizer(sgd(m), m, named_parameters=m), "named_parameters was passed twice"),
-        (lambda m: LocalMuon(m, 0.02, 0.003), "LocalMuon: lr is the last argument without a name, got 3 of them"),
         (lambda m: Muon([m[0].weight], lr="0.02"), "Muon: lr must be a number, got '0.02'; convert it to a number"),
-        (lambda m: Muon([m[0].weight], momentum=None), "Muon: momentum must be a number, got None"),
         (lambda m: Muon([m[0].weight], momentum=1.0), "Muon: momentum must be at least 0 and below 1, got 1.0"),
-        (lambda m: mpicomp.allreduce(), "allreduce: array is missing"),
-        (lambda m: DDPState(m, compressor=mpicomp.TopK), "ddp_comm_hook: compressor must be .*the class TopK"),
         (lambda m: mpicomp.torch.ddp_comm_hook(None, None), r"must be a DDPState, got NoneType; .*register_comm_hook"),
         (lambda m: mpicomp.TopK(ratios=0.1), "TopK: settings: unknown name 'ratios'; did you mean 'ratio'"),
-        (lambda m: mpicomp.TopK("0.1"), "ratio is the kept fraction .*got '0.1'"),
         (lambda m: mpicomp.Dense("fp16", 3), "Dense: takes wire, got 2 values"),
         (lambda m: mpicomp.get_compressor(mpicomp.TopK), r"got the class TopK; pass an object, TopK\(\)"),
     ],
@@ -120,13 +95,9 @@ def test_first_call_gets_no_words_of_python(call, message):
 
 NUMPY = [
     (distribute, {"compare_every": np.int64(5), "overlap": np.True_, "bucket_bytes": np.int32(4096)}),
-    (distribute, {"compressor": {"id": "topk", "ratio": np.float32(0.1)}, "warmup": np.int64(0)}),
     (update, {"sync_every": np.int64(2), "feedback_decay": np.float32(0.5), "compressor": "topk"}),
-    (update, {"outer": {"lr": np.float32(0.7), "momentum": np.float64(0.9)}}),
     (muon, {"lr": np.float32(0.02), "adamw_lr": np.longdouble(0.001), "sync_every": np.int16(1)}),
-    (reducer, {"seed": np.uint8(3), "threads": np.int64(1)}),
     (mean, {"error": np.float32(1e-3), "relative": np.True_}),
-    (mean, {"compressor": mpicomp.TopK(np.float16(0.5))}),
     (send, {"root": np.int64(0)}),
 ]
 

@@ -43,13 +43,7 @@ def loss_of_images(model, rank, step):
 
 
 def ranks_of(size, make=hidden, loss=loss_of, **settings):
-    ranks = Replicas.__new__(Replicas)
-    ranks.loss, ranks.world = loss, LocalWorld(size)
-    ranks.models = [make() for _ in range(size)]
-    ranks.optimizers = [
-        LocalMuon(model, comm=end, **settings) for model, end in zip(ranks.models, ranks.world.transports, strict=True)
-    ]
-    return ranks
+    return Replicas(lambda model, end: LocalMuon(model, comm=end, **settings), make, size, loss)
 
 
 class ByHand:
@@ -271,7 +265,7 @@ def test_named_matrices_are_those_of_muon():
 )
 def test_ranks_have_the_same_bits_and_learn(make, loss, size):
     ranks = ranks_of(size, make, loss, sync_every=2, lr=0.1, adamw_lr=0.03)
-    losses = ranks.train(loss, [0, 1] * 8)
+    losses = ranks.run([0, 1] * 8)
     assert ranks.same()
     assert np.mean(losses[-2:]) < 0.9 * np.mean(losses[:2])
 

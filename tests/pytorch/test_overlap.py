@@ -5,7 +5,6 @@ import warnings
 import numpy as np
 import pytest
 import torch
-from marks import slow
 from replicas import Branches, Pair, assert_equal, assert_replicas, batch, descent, distribute, network, square, train
 
 import mpicomp
@@ -25,8 +24,8 @@ def test_training_equals_one_large_batch(comm, overlap):
 @pytest.mark.mpi(max_size=3)
 @pytest.mark.parametrize(
     ("compressor", "collective"),
-    [(mpicomp.TopK(ratio=0.1), "allgather"), (mpicomp.TopK(ratio=0.1), "oktopk"), ("sidco", "star-topk"),
-     ("dense", "ring"), ("randomk", "allreduce"), (mpicomp.DGC(0.1, momentum=0.9), "oktopk")],
+    [(mpicomp.TopK(ratio=0.1), "allgather"), ("sidco", "star-topk"), ("dense", "ring"), ("randomk", "allreduce"),
+     (mpicomp.DGC(0.1, momentum=0.9), "oktopk")],
     ids=str,
 )  # fmt: skip
 def test_overlap_changes_no_bit(comm, compressor, collective):
@@ -84,10 +83,6 @@ def on_hosts(comm, hosts):
     return MPITransport(comm, layout=hosts)
 
 
-def clip_norm(model):
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
-
-
 def clamp_data(model):
     """Write through ``.data``, of which torch counts no version."""
     for parameter in model.parameters():
@@ -95,8 +90,7 @@ def clamp_data(model):
 
 
 TOO_LATE = {
-    "clip": (lambda model, optimizer, rank: clip_norm(model), 0, "changed"),
-    "clip later": (lambda model, optimizer, rank: clip_norm(model), 1, "changed"),
+    "clip": (lambda model, optimizer, rank: torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3), 1, "changed"),
     "data": (lambda model, optimizer, rank: clamp_data(model), 0, "changed"),
     "one rank": (lambda model, optimizer, rank: rank == 1 and model[2].weight.grad.mul_(2), 2, "changed.*rank 1"),
     "clear": (lambda model, optimizer, rank: optimizer.zero_grad(), 0, "clear"),
@@ -137,7 +131,6 @@ def test_gradients_changed_during_the_exchange_are_refused(comm, change, steps, 
         ("one host", 1.0, None, False),
         ("one host", 1.0, True, True),
         ("one host", 2.0, None, True),
-        ("one host", 2.0, False, False),
         ("two hosts", 1.0, None, True),
     ],
 )
@@ -194,10 +187,6 @@ def skip_a_batch(model, optimizer, rank):
     square(model, rank, rank).backward()
 
 
-def backward(model, optimizer, rank):
-    square(model, rank, rank).backward()
-
-
 @pytest.mark.mpi(min_size=2, max_size=3)
 @pytest.mark.parametrize(
     ("script", "seen", "first"),
@@ -205,7 +194,6 @@ def backward(model, optimizer, rank):
         (clip, "was changed between", 4),
         (run_backward_twice, "filled a gradient twice", 1),
         (skip_a_batch, "zero_grad() came", 0),
-        slow(skip_a_batch, "zero_grad() came", 4),
     ],
 )
 def test_script_that_does_not_allow_overlap_is_served(comm, script, seen, first):
@@ -219,7 +207,10 @@ def test_script_that_does_not_allow_overlap_is_served(comm, script, seen, first)
             warnings.simplefilter("always")
             for step in range(7):
                 optimizer.zero_grad()
-                (script if step >= first and comm.rank == 1 else backward)(model, optimizer, comm.rank + 2 * step)
+                if step >= first and comm.rank == 1:
+                    script(model, optimizer, comm.rank + 2 * step)
+                else:
+                    square(model, comm.rank + 2 * step, comm.rank + 2 * step).backward()
                 optimizer.step()
                 assert optimizer.overlaps == (overlap is None and 1 <= step < first)
         texts = [str(warning.message) for warning in caught if "from now on" in str(warning.message)]

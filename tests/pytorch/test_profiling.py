@@ -3,9 +3,11 @@
 import itertools
 import subprocess
 import sys
+import unittest.mock
 
 import pytest
 import torch
+from replicas import distribute, network, train
 
 import mpicomp
 from mpicomp.mpi import LocalWorld
@@ -14,43 +16,20 @@ from mpicomp.reducer import trace
 PHASES = ["compress", "exchange", "decode"]
 
 
-def training(compressor="topk", collective="allgather"):
-    torch.manual_seed(0)
-    model = torch.nn.Linear(20, 20)
-    optimizer = mpicomp.torch.DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), compressor, collective,
-        comm=LocalWorld(1).transports[0], warmup=0,
-    )  # fmt: skip
-
-    def step():
-        optimizer.zero_grad()
-        model(torch.ones(4, 20)).sum().backward()
-        optimizer.step()
-
-    step()
-    return step
-
-
 def test_ranges_in_torchs_profiler():
-    step = training()
+    """They begin while a profiler runs only, whose function for it is another one before."""
+    model = network()
+    optimizer = distribute(model, LocalWorld(1).transports[0], None, "topk", "allgather", warmup=0, bucket_bytes=None)
+    with unittest.mock.patch.object(torch.profiler, "record_function", side_effect=AssertionError):
+        train(model, optimizer, range(1), 0)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
-        for _ in range(3):
-            step()
+        train(model, optimizer, range(3), 0)
     ranges_seen = [event for event in profiler.events() if event.name.startswith("mpicomp::")]
     assert [event.name for event in sorted(ranges_seen, key=lambda event: event.time_range.start)] == [
         f"mpicomp::{phase}" for phase in PHASES
     ] * 3
     ends = sorted((event.time_range.start, event.time_range.end) for event in ranges_seen)
     assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(ends))
-
-
-def test_no_range_is_begun_while_no_profiler_runs(monkeypatch):
-    def begun(name):
-        raise AssertionError(name)
-
-    step = training()
-    monkeypatch.setattr(torch.profiler, "record_function", begun)
-    step()
 
 
 def test_what_has_begun_is_ended_where_an_exchange_fails(monkeypatch):

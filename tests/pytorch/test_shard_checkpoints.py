@@ -11,14 +11,13 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 import mpicomp
 from mpicomp.checkpoint import load_checkpoint, save_checkpoint
 from mpicomp.errors import CheckpointError, ConfigurationError, DisagreementError
-from mpicomp.torch import LocalMuon, UpdateOptimizer
+from mpicomp.torch import UpdateOptimizer
 
 pytestmark = pytest.mark.mpi(min_size=4, max_size=4)
 
 LAYOUTS = {"2x2": HOSTS, "1x4": [[0, 1, 2, 3]], "4x1": [[0], [1], [2], [3]]}  # replicas x shards
 SPARSE = {"compressor": mpicomp.TopK(ratio=0.1), "collective": "allgather", "warmup": 0, "overlap": False}
 PLAIN = {"compressor": "topk", "collective": "allgather", "warmup": 0, "overlap": False}
-MUON = {"wrap": lambda _, named, **settings: LocalMuon(named, **settings), "sync_every": 2, "compressor": "onebit"}
 DILOCO = {"wrap": UpdateOptimizer, "outer": {"lr": 0.7, "momentum": 0.9}}
 
 
@@ -109,21 +108,6 @@ def test_training_resumes_on_other_shards_and_replicas(comm, tmp_path, layout):
         second.check(most=2e-6)
 
 
-def test_training_resumes_bit_for_bit_on_the_same_shards(comm, tmp_path):
-    folder = comm.bcast(str(tmp_path))
-    with shards(comm):
-        first, second = made(comm, "2x2", **SPARSE), made(comm, "2x2", **SPARSE)
-        first.run(range(3))
-        save(first, folder)
-        resume(second, folder)
-        for hybrid in (first, second):
-            for step in range(3, 6):
-                hybrid.backward(step)
-                hybrid.optimizer.step()
-        held = [[p.to_local().tolist() for p in hybrid.model.parameters()] for hybrid in (first, second)]
-        assert held[0] == held[1]
-
-
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_shared_values_and_momenta_resume_on_other_shards(comm, tmp_path, layout):
     folder = comm.bcast(str(tmp_path))
@@ -147,39 +131,6 @@ def test_shared_values_and_momenta_resume_on_other_shards(comm, tmp_path, layout
             second.backward(step)
             second.optimizer.step()
         assert_alike(second.model, second.replicas)
-
-
-def test_muon_resumes_on_other_shards(comm, tmp_path):
-    """Its momenta are each shard's of some replica, as torch saves them; residuals are the mean over replicas."""
-    folder = comm.bcast(str(tmp_path))
-    with shards(comm):
-        settings = MUON | {"collective": "two-phase", "matrices": ["0.weight"]}
-        first, second = made(comm, "2x2", **settings), made(comm, "1x4", **settings)
-        for step in range(3):
-            first.backward(step)
-            first.optimizer.step()
-        first.optimizer.synchronize()
-        waiting = mean(whole(first, residuals_of(first)))
-        assert any(np.abs(values).max() > 0 for values in waiting.values())
-        save(first, folder)
-        resume(second, folder)
-        for name, values in whole(second, residuals_of(second))[0].items():
-            np.testing.assert_allclose(values, waiting[name], rtol=1e-6, atol=1e-9)
-        pairs = zip(first.model.parameters(), second.model.parameters(), strict=True)
-        assert all(one.full_tensor().tolist() == two.full_tensor().tolist() for one, two in pairs)
-        momenta = [hybrid.optimizer.state[hybrid.model[0].weight]["momentum_buffer"] for hybrid in (first, second)]
-        found, expected = momenta[1].full_tensor(), comm.allgather(momenta[0].full_tensor())
-        assert not torch.equal(expected[0], expected[2])
-        for rows in (slice(4), slice(4, None)):  # of the shards that were saved
-            assert any(torch.equal(found[rows], momentum[rows]) for momentum in expected)
-        for step in range(3, 7):
-            second.backward(step)
-            second.optimizer.step()
-        assert all(parameter.isfinite().all() for parameter in second.model.parameters())
-
-
-def residuals_of(hybrid):
-    return hybrid.optimizer.state_dict()["mpicomp"]["reducer"]["residuals"]
 
 
 def test_checkpoint_that_does_not_fit_is_refused(comm, tmp_path):

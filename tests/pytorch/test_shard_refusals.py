@@ -2,12 +2,11 @@
 
 import pytest
 import torch
-from marks import once
 from replicas import network, sgd
 from sharded_models import HOSTS, end_groups, mesh_of, shard, shards
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import mpicomp
@@ -21,12 +20,6 @@ def native(model):
     return fully_shard(model, mesh=mesh_of())
 
 
-def replicated(model):
-    from torch.distributed._composable.replicate_with_fsdp import replicate
-
-    return replicate(model, mesh=init_device_mesh("cpu", (4,), mesh_dim_names=("replicate",)))
-
-
 def by_columns(model):
     return fully_shard(model, mesh=mesh_of()["shard"], shard_placement_fn=lambda p: Shard(p.ndim - 1))
 
@@ -35,14 +28,6 @@ def in_parallel(model):
     mesh = DeviceMesh("cpu", HOSTS, mesh_dim_names=("shard", "tensor"))
     parallelize_module(model, mesh["tensor"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
     return fully_shard(model, mesh=mesh["shard"])
-
-
-def copies(model):
-    mesh = init_device_mesh("cpu", (4,))
-    for layer in model:
-        for name, parameter in list(layer.named_parameters()):
-            layer.register_parameter(name, torch.nn.Parameter(distribute_tensor(parameter.data, mesh, [Replicate()])))
-    return model
 
 
 def in_fsdp1(model):
@@ -65,8 +50,6 @@ def on_two_meshes(model):
 
 KINDS = {
     native: r"Replicate\(\).*mesh\['shard'\]: replicas are mpicomp's",
-    replicated: r"Replicate\(\).*replicas are mpicomp's",
-    copies: r"Replicate\(\).*replicas are mpicomp's",
     by_columns: r"Shard\(dim=1\).*only Shard\(0\)",
     in_parallel: r"on a mesh of shape \(2, 2\).*tensor parallelism is not",
     in_fsdp1: r"fully_shard\(\), whose shards are exchanged",
@@ -78,7 +61,7 @@ KINDS = {
 
 @pytest.mark.parametrize(
     ("make", "wrap"),
-    [*((make, DistributedOptimizer) for make in KINDS), *once([(make, UpdateOptimizer) for make in KINDS])],
+    [*((make, DistributedOptimizer) for make in KINDS), (native, UpdateOptimizer)],
 )
 def test_model_that_is_sharded_otherwise_is_refused(comm, make, wrap):
     with shards(comm):

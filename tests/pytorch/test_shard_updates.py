@@ -8,7 +8,6 @@ import torch
 from replicas import adam, descent, network, sgd, square
 from sharded_models import Hybrid, TwoReplicas, assert_alike, shards
 
-import mpicomp
 from mpicomp.errors import ConfigurationError, NonFiniteError
 from mpicomp.torch import LocalMuon, UpdateOptimizer, clip_grad_norm_
 
@@ -47,7 +46,6 @@ def test_muon_of_shards_is_that_of_whole_matrices(comm):
 SCHEMES = {
     "muon": {"wrap": muon, "compressor": "onebit"},
     "signs": {"compressor": "topk", "outer": {"lr": 1.0, "sign": True}, "feedback_decay": 0.999},
-    "topk": {"compressor": mpicomp.TopK(ratio=0.1), "warmup": 0},
 }
 
 

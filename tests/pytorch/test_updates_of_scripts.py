@@ -1,7 +1,5 @@
 """UpdateOptimizer: what scripts do to models and optimizers, and what is refused."""
 
-import copy
-
 import numpy as np
 import pytest
 import torch
@@ -41,18 +39,16 @@ def test_write_of_one_rank_is_refused_on_all():
         ranks.step(1)
 
 
-@pytest.mark.parametrize("settings", [{"sync_every": 2}, {"outer": {"lr": 0.5}}], ids=str)
-def test_settings_that_differ_are_refused(settings):
+def test_settings_that_differ_are_refused():
     world, models = LocalWorld(2), [network(), network()]
     optimizers = [
-        mpicomp.torch.UpdateOptimizer(adam(model), model.named_parameters(), comm=end, **({} if rank else settings))
+        mpicomp.torch.UpdateOptimizer(adam(model), model.named_parameters(), 1 if rank else 2, comm=end)
         for rank, (model, end) in enumerate(zip(models, world.transports, strict=True))
     ]
     for rank, model in enumerate(models):
         loss_of(model, rank, 0).backward()
-    if settings == {"sync_every": 2}:
-        assert list(optimizers[0].rounds()) == []  # nothing is exchanged in its first step
-    with pytest.raises(DisagreementError, match=f"{next(iter(settings))} must be the same on all ranks"):
+    assert list(optimizers[0].rounds()) == []  # nothing is exchanged in its first step
+    with pytest.raises(DisagreementError, match="sync_every must be the same on all ranks"):
         world.run([optimizer.rounds() for optimizer in optimizers])
 
 
@@ -162,16 +158,13 @@ def test_closures_that_are_called_many_times():
     ("settings", "match"),
     [
         ({"sync_every": 0}, "sync_every must be an integer of at least 1, got 0"),
-        ({"sync_every": "often"}, "sync_every must be an integer of at least 1, or 'auto', got 'often'"),
         ({"sync_every": "auto", "policy": "static"}, "sync_every='auto' is policy 'interval', got policy='static'"),
         ({"outer": {"rate": 1}}, "outer must have some of lr, momentum"),
         ({"outer": {"sign": 1.0}}, r"outer\['sign'\] must be True or False, got 1.0"),
         ({"outer": {"sign": True, "momentum": 0.9}}, "outer has momentum and takes the sign of changes"),
         ({"outer": {"lr": -1}}, "outer: Invalid learning rate"),
-        ({"outer": 0.7}, "outer must be a mapping or None, got 0.7"),
         ({"compressor": {"id": "dgc", "momentum": 0.9}}, "applies momentum to gradients"),
         ({"feedback_decay": 1.5, "compressor": "topk"}, "feedback_decay must be a number from 0 to 1, got 1.5"),
-        ({"feedback_decay": 0.9, "compressor": "dense"}, "has no residual to act on, since dense runs without"),
     ],
 )
 def test_impossible_settings_are_refused(settings, match):
@@ -187,11 +180,8 @@ def test_optimizers_that_exchange_already_are_refused():
         mpicomp.torch.UpdateOptimizer(optimizer, model.named_parameters(), comm=alone)
     with pytest.raises(ConfigurationError, match="exchanges by itself"):
         mpicomp.torch.DistributedOptimizer(optimizer, model.named_parameters(), comm=alone)
-    with pytest.raises(ConfigurationError, match="neither copied nor pickled"):
-        copy.deepcopy(optimizer)
     with pytest.raises(ConfigurationError, match="a torch optimizer is needed, got str"):
         mpicomp.torch.UpdateOptimizer("adam", model.named_parameters(), comm=alone)
-    optimizer.close()
     optimizer.close()
     again = mpicomp.torch.UpdateOptimizer(optimizer, model.named_parameters(), comm=alone)
     loss_of(model, 0, 0).backward()
