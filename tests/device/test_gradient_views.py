@@ -97,15 +97,15 @@ def test_undone_step_leaves_gradients_and_residuals(compressor, collective, nonf
 @pytest.mark.parametrize(("compressor", "collective"), KINDS, ids=str)
 def test_stale_step_loses_nothing(compressor, collective, cupy, monkeypatch):
     """Buckets that were exchanged before one rank asks all of them to agree: gradients plus residuals are conserved."""
-    ranks, answers = viewed(2, compressor, collective), []
-    monkeypatch.setattr(stop, "asked", lambda: bool(answers) and answers.pop())
+    ranks = viewed(2, compressor, collective)
     for step in range(5):
         gradients = [gradients_of(rank, step, SHAPES) for rank in range(2)]
         brought = {name: sum(rank[name].astype(float) for rank in gradients) for name in SHAPES}
         if step:
             brought = {name: total + ranks.residual_sum(name).reshape(total.shape) for name, total in brought.items()}
         if step == 3:
-            answers += [True, False]  # of rank 1, and before of rank 0
+            ranks.reducers[0].stop = True  # so that rank 1 alone asks
+            monkeypatch.setattr(stop, "asked", True)
         means = fetched(ranks.reduce(put(ranks, gradients, cupy)))
         assert ranks.reducers[0].last_step.agreed == (step in (0, 3))
         np.testing.assert_equal(*means)
