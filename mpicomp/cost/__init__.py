@@ -1,12 +1,6 @@
 """The cost model: predict the seconds of a plan from measured links, operations and kernels; learn at every step."""
 
-from mpicomp.cost.calibrate import (
-    broadcast_flag,
-    broadcast_flags,
-    calibrate,
-    measure_kernels,
-    share_model,
-)
+from mpicomp.cost.calibrate import broadcast_flags, calibrate, measure_kernels, share_model
 from mpicomp.cost.formulas import Terms
 from mpicomp.cost.link_probe import probe_link
 from mpicomp.cost.model import CostModel
@@ -19,7 +13,6 @@ __all__ = [
     "Network",
     "Prediction",
     "Terms",
-    "broadcast_flag",
     "broadcast_flags",
     "calibrate",
     "measure_kernels",

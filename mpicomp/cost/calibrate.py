@@ -26,7 +26,8 @@ _BYTE = np.dtype(np.uint8)
 def calibrate(transport: Transport) -> CostModel:
     """Measure links and operations and return a new cost model. Collective; about a second."""
     model = CostModel(Network(transport.group.hosts))
-    transport.run(_measure(model, transport))
+    transport.run(compare_clocks(transport))
+    transport.run(probe(model.network, transport))
     return model
 
 
@@ -46,22 +47,14 @@ def share_model(source: CostModel | str | None, transport: Transport) -> Rounds[
     content = yield from from_one(content, transport.group, "cost")
     if "error" in content:
         raise ConfigurationError(content["error"])
-    if "model" in content:
+    if "model" in content or content["probe"]:
         yield from compare_clocks(transport)
-        model = CostModel.from_json(content["model"])
-    else:
-        model = CostModel(Network(group.hosts))
-        if content.get("probe"):
-            yield from _measure(model, transport)
+    model = CostModel.from_json(content["model"]) if "model" in content else CostModel(Network(group.hosts))
+    if content.get("probe"):
+        yield from probe(model.network, transport)
     if transport.family is not None:
         _cached[_layout(transport)] = model
     return model
-
-
-def broadcast_flag(flag: bool, transport: Transport) -> Rounds[bool]:
-    """Return rank 0's flag on all ranks. Collective over all ranks, as a round of a byte."""
-    [flag] = yield from broadcast_flags([flag], transport)
-    return flag
 
 
 def broadcast_flags(flags: Sequence[bool], transport: Transport) -> Rounds[list[bool]]:
@@ -137,11 +130,6 @@ def _model_of_rank_0(source: CostModel | str | None, transport: Transport) -> di
     if model is not None:
         return {"model": model.to_json()}
     return {"probe": variables.flag("MPICOMP_PROBE") is not False and transport.probes}
-
-
-def _measure(model: CostModel, transport: Transport) -> Rounds[None]:
-    yield from compare_clocks(transport)
-    yield from probe(model.network, transport)
 
 
 def _layout(transport: Transport) -> tuple[str, tuple[int, ...], int]:

@@ -99,11 +99,8 @@ def _senders_per_link(task: Round, group: Group) -> int:
         return 1
     if group.name == ACROSS or task.operation == "alltoallv":
         return group.sharing
-    if task.operation == "sendrecv" and any(_distance(peer, group) > 1 for peer in task.peers if peer is not None):
-        return group.sharing
+    if task.operation == "sendrecv":
+        distances = [abs(peer - group.rank) for peer in task.peers if peer is not None]
+        if any(1 < distance < group.size - 1 for distance in distances):  # no neighbor in a ring
+            return group.sharing
     return 1
-
-
-def _distance(peer: int, group: Group) -> int:
-    difference = abs(peer - group.rank)
-    return min(difference, group.size - difference)

@@ -42,7 +42,8 @@ def probe_link(network: Network, transport: Transport) -> Rounds[None]:
 
 
 def _time_ring(transport: Transport, group: Group | None, repeats: int) -> Rounds[tuple[float, float]]:
-    tasks = [_ring(group, _SMALL_BYTES)] * (repeats + 1) + [_ring(group, _FIRST_BYTES)] * _FEW_REPEATS
+    small, first = (_task("sendrecv", group, nbytes) for nbytes in (_SMALL_BYTES, _FIRST_BYTES))
+    tasks = [small] * (repeats + 1) + [first] * _FEW_REPEATS
     seconds = yield from _measure(transport, group, tasks)
     return float(seconds[1 : repeats + 1].min()), float(seconds[repeats + 1 :].min())
 
@@ -61,11 +62,11 @@ def _probe_group(network: Network, transport: Transport, name: str) -> Rounds[No
     latency, first_s = yield from _time_ring(transport, busy, 2 * _REPEATS)
     repeats = _REPEATS if latency < _SLOW_S else _FEW_REPEATS
     nbytes = int(np.clip(_FIRST_BYTES * _LARGE_S / max(first_s, 1e-6), *_LARGE_BYTES))
-    large_s = yield from _measure(transport, busy, [_ring(busy, nbytes)] * repeats)
+    large_s = yield from _measure(transport, busy, [_task("sendrecv", busy, nbytes)] * repeats)
     seconds_per_byte = _seconds_per_byte(float(large_s.min()), latency, nbytes)
     model = _model_group(name, largest, transport.group)
     if name == ACROSS:  # the link is the world's, and several ranks of a host have shared it here
-        ring = terms(_ring(model, nbytes), model)
+        ring = terms(_task("sendrecv", model, nbytes), model)
         latency_factor = _clip_factor(latency / network.latency)
         volume_factor = _clip_factor(nbytes * seconds_per_byte / (ring.volume * network.seconds_per_byte))
         network.set_factors(name, "sendrecv", latency_factor, volume_factor, _SD)
@@ -111,10 +112,6 @@ def _model_group(name: str, size: int, world: Group) -> Group:
     if name == HOST:
         return Group(0, size, name=name)
     return Group(0, size, name=name, hosts=size, sharing=min(Counter(world.layout).values()))
-
-
-def _ring(group: Group | None, nbytes: int) -> Round:
-    return _task("sendrecv", group, nbytes)
 
 
 def _task(operation: str, group: Group | None, nbytes: int) -> Round:

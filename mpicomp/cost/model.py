@@ -150,8 +150,9 @@ def _config(scheme: Scheme[Any], ladder: bool) -> str:
 
 def _correction(known: _Corrections, key: str, numel: int, sd: float) -> Correction:
     lengths, length = known.setdefault(key, {}), _round_length(numel)
-    if length not in lengths:
-        lengths[length] = Correction.first(list(lengths.values()), sd)
+    if length not in lengths:  # it begins with the mean error at other lengths
+        errors = [correction.error for correction in lengths.values() if correction.runs]
+        lengths[length] = Correction(sum(errors) / len(errors) if errors else 0.0, sd**2)
     return lengths[length]
 
 

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpicomp.cost import arithmetic
-from mpicomp.cost.formulas import Terms, slowest, terms
+from mpicomp.cost.formulas import slowest, terms
 from mpicomp.mpi.rounds import ACROSS, HOST, WORLD, Group, Round
 
 OPERATIONS = ("allreduce", "allgatherv", "alltoallv", "bcast", "gatherv", "sendrecv")
@@ -99,7 +99,9 @@ class Network:
                     (known[task], part) for task, part in zip(ids, parts, strict=True) if task is not None and part
                 ]
                 cost = slowest(terms(task, part) for task, part in tasks)
-                add_terms(total, tasks[0][0].operation, name, Terms(times * cost.latency, times * cost.volume))
+                first = _first_term(name, tasks[0][0].operation)
+                total[first] += times * cost.latency
+                total[first + 1] += times * cost.volume
         return total
 
     def seconds(self, coefficients: NDArray[np.float64]) -> float:
@@ -192,13 +194,6 @@ class Network:
 
     def _refresh(self) -> None:
         arithmetic.unit_seconds(self._state, self._link_of, self.unit_seconds)
-
-
-def add_terms(coefficients: NDArray[np.float64], operation: str, group: str, cost: Terms) -> None:
-    """Add an operation's cost in a group to a plan's coefficients."""
-    first = _first_term(group, operation)
-    coefficients[first] += cost.latency
-    coefficients[first + 1] += cost.volume
 
 
 @lru_cache(maxsize=16)

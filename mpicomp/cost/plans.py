@@ -27,9 +27,7 @@ _MAX_SURPRISE_LOG = 0.5  # kernel seconds that differ by more count as this much
 _MIN_S = 1e-6  # shorter times are not resolved
 _MIN_KERNELS_S = 1e-7
 _CHANGED_SD = 0.1  # standard deviation that a change of the network adds
-_OUTLIER_PLAN_SD = (
-    0.6  # of a plan whose seconds were outliers on unchanged links: a tenth or ten times is no outlier then
-)
+_OUTLIER_PLAN_SD = 0.6  # of a plan with outliers on unchanged links: a tenth or ten times is no outlier then
 
 _RECENT_PAIRS = 32  # pairs of measurements that count
 _MIN_PAIRS = 3  # from which on contention is estimated
@@ -94,12 +92,6 @@ class Correction:
     variance: float  # of the error
     runs: int = 0  # steps that it was learned from
 
-    @classmethod
-    def first(cls, others: Sequence["Correction"], sd: float) -> "Correction":
-        """Return one that has learned nothing but the mean error at other lengths."""
-        known = [correction.error for correction in others if correction.runs]
-        return cls(sum(known) / len(known) if known else 0.0, sd**2)
-
     def update(self, variance: float, innovation: float, expected: float, drift: float, slope: float = 1.0) -> None:
         """Update with an innovation of ``expected`` variance, whose derivative by the error is ``slope``."""
         gain = slope * variance / expected
@@ -137,9 +129,6 @@ class Candidates:
         self._predicted = np.empty((3, len(rounds)))
         self._last_step = np.full(len(rounds), -1)  # step at which each plan was last measured
         self._refresh()
-
-    def __len__(self) -> int:
-        return self._last_step.size
 
     @property
     def steps(self) -> int:

@@ -87,16 +87,13 @@ class ElementSurvey:
         """The elements that are read, ascending."""
         return np.union1d(self._indices, self._packed)
 
-    def width(self, sizes: Sequence[int]) -> int:
-        # The followed elements or 0, the signal of this pair, then each class's sums over the mean square
-        return 2 + (ROWS + 2 * len(self._quantisers)) * _CLASSES
-
     def measure(
         self, accumulated: NDArray[np.floating], residual: NDArray[np.floating] | None, sizes: Sequence[int], step: int
     ) -> NDArray[np.float32]:
         # One object surveys one bucket
         gradient, packed = (_gather(accumulated, residual, indices) for indices in (self._indices, self._packed))
-        out = np.zeros(self.width(sizes), np.float32)
+        # The followed elements or 0, the signal of this pair, then each class's sums over the mean square
+        out = np.zeros(2 + (ROWS + 2 * len(self._quantisers)) * _CLASSES, np.float32)
         largest = max(float(np.abs(array).max(initial=0.0)) for array in (gradient, packed))
         if not largest**2 * (gradient.size + packed.size) < _MAX_ENERGY or not gradient.size:
             return out
@@ -240,14 +237,6 @@ class ElementStatistics:
         weights = importance / self._followed * signals
         return ElementClasses(counts / self._followed, np.sqrt(energies / counts), signals, weights)
 
-    def quantiser_energies(self, quantiser: int) -> tuple[Array, Array]:
-        """Return the energies of each class that a quantizer sends in a step, and that wait, over a gradient's."""
-        is_used, first = self._sums[2] > 0, ROWS + 2 * quantiser
-        gradient, (sent, waiting) = self._sums[ROWS - 1, is_used], self._sums[first : first + 2, is_used]
-        is_packed = gradient > 0  # of other classes nothing is known, which are taken to be sent
-        sent = np.divide(sent, gradient, out=np.ones_like(sent), where=is_packed)
-        return sent, np.divide(waiting, gradient, out=np.zeros_like(waiting), where=is_packed)
-
     def selection_penalties(
         self, ratios: Array, ranks: int, age: float, by_magnitude: bool = True
     ) -> tuple[Array, Array]:
@@ -262,8 +251,12 @@ class ElementStatistics:
     def quantiser_penalty(self, quantiser: int, ranks: int, age: float) -> float:
         if self.is_zero:
             return 0.0
-        energies = self.quantiser_energies(quantiser)
-        return quantiser_penalty(self.classes(), *energies, ranks, age, self.normalises)
+        is_used, first = self._sums[2] > 0, ROWS + 2 * quantiser
+        gradient, (sent, waiting) = self._sums[ROWS - 1, is_used], self._sums[first : first + 2, is_used]
+        is_packed = gradient > 0  # of other classes nothing is known, which are taken to be sent
+        sent = np.divide(sent, gradient, out=np.ones_like(sent), where=is_packed)
+        waiting = np.divide(waiting, gradient, out=np.zeros_like(waiting), where=is_packed)
+        return quantiser_penalty(self.classes(), sent, waiting, ranks, age, self.normalises)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state that has to survive a restart, JSON-able."""

@@ -11,7 +11,7 @@ from mpicomp.mpi.rounds import Rounds
 from mpicomp.mpi.transport import Transport
 from mpicomp.policies.measured_policy import Named
 from mpicomp.policies.plan_selector import PlanSelector
-from mpicomp.policies.policy import BucketOutcome, Plan, Shape, StepReport, UserSettings
+from mpicomp.policies.policy import BucketOutcome, Plan, StepReport, UserSettings
 from mpicomp.registry import register
 from mpicomp.setting_checks import is_number
 
@@ -66,10 +66,6 @@ class Interval(Named):
         if bits is None or getattr(self.compressor, "layers", None):
             return [self.compressor]
         return [self.compressor] + [replace(self.compressor, bits=more) for more in _BITS if more > bits]  # type: ignore[call-arg]
-
-    def start(self, shapes: Sequence[Shape], transport: Transport) -> Rounds[None]:
-        self.step_times.clear()
-        yield from super().start(shapes, transport)
 
     def refresh(self, transport: Transport) -> Rounds[None] | tuple[()]:
         if self._is_due:

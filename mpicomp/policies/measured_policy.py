@@ -102,6 +102,7 @@ class Named(MeasuredPolicy):
         bind(self.compressor, self._pinned or fitting(self.compressor)[0])
 
     def start(self, shapes: Sequence[Shape], transport: Transport) -> Rounds[None]:
+        self.step_times.clear()
         ladders: list[Ladder] = []
         model, levels = model_of(shapes), self.levels()
         for shape in shapes:
@@ -126,22 +127,19 @@ class Adaptive(MeasuredPolicy):
     To add a policy, derive from this class and define `levels` and `choose`.
     """
 
+    def __post_init__(self) -> None:
+        self.by_layer = False
+        """Whether `choose` sets layers of a bucket separately, which not every collective carries."""
+        self.may_be_dense = True
+        """Whether a bucket is dense if that is predicted to be faster than the result of `choose`."""
+        super().__post_init__()
+
     @abstractmethod
     def levels(self) -> list[Compressor]:
         """Return settings of the compressor, ascending by bytes, for which seconds are predicted.
 
         A result of `choose` is predicted to take as long as the nearest of them.
         """
-
-    @property
-    def by_layer(self) -> bool:
-        """Whether `choose` sets layers of a bucket separately, which not every collective carries."""
-        return False
-
-    @property
-    def may_be_dense(self) -> bool:
-        """Whether a bucket is dense if that is predicted to be faster than the result of `choose`."""
-        return True
 
     @abstractmethod
     def choose(self, bucket: int) -> tuple[Compressor | None, str]:

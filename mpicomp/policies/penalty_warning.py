@@ -30,8 +30,6 @@ class PenaltyWarning:
         self._surveys: list[ElementSurvey] = []
         self._statistics: list[ElementStatistics] = []
         self._logs = False
-        self.is_done = False
-        """Whether the compressor was judged."""
 
     def start(self, shapes: Sequence[Shape], rank: int, ranks: int) -> None:
         """Begin with new buckets; rank 0 logs for all."""
@@ -42,17 +40,16 @@ class PenaltyWarning:
 
     def survey(self, bucket: int) -> ElementSurvey | None:
         """Return the survey of a bucket, until the compressor is judged."""
-        return None if self.is_done or self._ranks == 1 else self._surveys[bucket]
+        return None if self._ranks == 1 else self._surveys[bucket]
 
-    def on_telemetry(self, report: StepReport) -> None:
-        """Learn from a step, and judge the compressor once enough is known."""
-        if self.is_done or not report.surveys:
-            return
+    def on_telemetry(self, report: StepReport) -> bool:
+        """Learn from a step, and judge the compressor once enough is known; return whether it was judged."""
         for bucket, surveys in report.surveys.items():
             self._statistics[bucket].observe(surveys)
-        if all(statistics.known for statistics in self._statistics):
+        is_known = bool(report.surveys) and all(statistics.known for statistics in self._statistics)
+        if is_known:
             self._judge(report)
-            self.is_done, self._surveys, self._statistics = True, [], []
+        return is_known
 
     def _judge(self, report: StepReport) -> None:
         parts = zip(self._statistics, report.plans, report.outcomes, strict=True)

@@ -16,7 +16,6 @@ from mpicomp.cost import (
     Candidates,
     CostModel,
     Network,
-    broadcast_flag,
     broadcast_flags,
     measure_kernels,
     probe_link,
@@ -152,7 +151,7 @@ class PlanSelector:
         """Return the cost model of all ranks, measured if there is none; None if nothing can be measured. As rounds."""
         predicts = transport.group.size > 1 and transport.probes
         if predicts and self._pinned:  # ranks may have been passed different things: rank 0 decides for all
-            predicts = yield from broadcast_flag(self._has_source, transport)
+            [predicts] = yield from broadcast_flags([self._has_source], transport)
         if predicts:
             self.cost = yield from share_model(self.cost or self._source, transport)
         return self.cost if predicts else None

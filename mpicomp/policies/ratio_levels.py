@@ -43,24 +43,15 @@ def suggested_compressors(
     )
 
 
-def check_adaptable(policy: str, compressor: Compressor) -> None:
-    """Raise if the gain of a compressor at other ratios is not known, or if its layers have ratios."""
-    check_has_ratio(policy, compressor, f"needs the gain at other ratios, which {compressor.id} cannot give")
-    check_no_layers(policy, compressor)
-
-
-def check_has_ratio(policy: str, compressor: Compressor, problem: str) -> None:
-    """Raise the problem if a compressor does not select elements by a ratio."""
+def check_adaptable(policy: str, compressor: Compressor, problem: str = "", layers: bool = False) -> None:
+    """Raise the problem if a compressor does not select by a ratio; raise for ratios of layers unless allowed."""
     if not compressor.selects_by_ratio:
+        problem = problem or f"needs the gain at other ratios, which {compressor.id} cannot give"
         raise ConfigurationError(
             f"{policy}: {problem}; use a compressor that selects elements by a ratio, such as topk, sidco or randomk, "
             "or policy='static'"
         )
-
-
-def check_no_layers(policy: str, compressor: Compressor) -> None:
-    """Raise if layers of a compressor have ratios."""
-    if getattr(compressor, "layers", None):
+    if getattr(compressor, "layers", None) and not layers:
         raise ConfigurationError(
             f"{policy}: chooses ratios by itself, so {compressor.id} cannot have ratios of its own for layers; "
             "leave layers out, or use policy='static'"

@@ -13,7 +13,7 @@ from mpicomp.mpi.rounds import Rounds
 from mpicomp.mpi.transport import Transport
 from mpicomp.policies.measured_policy import Adaptive
 from mpicomp.policies.policy import BucketOutcome, Plan, Policy, Shape, StepReport, UserSettings
-from mpicomp.policies.ratio_levels import at_ratio, check_has_ratio, ladder
+from mpicomp.policies.ratio_levels import at_ratio, check_adaptable, ladder
 from mpicomp.policies.static import Static
 from mpicomp.policies.surveys import Survey
 from mpicomp.registry import register
@@ -92,7 +92,8 @@ class Schedule(Adaptive):
         check_range(self.id, "slope", self.slope, 1, _MAX_SLOPE)
 
     def check_compressor(self) -> None:
-        check_has_ratio(self.id, self.compressor, f"changes the ratio, which {self.compressor.id} does not have")
+        problem = f"changes the ratio, which {self.compressor.id} does not have"
+        check_adaptable(self.id, self.compressor, problem, layers=True)
 
     def configure(self, settings: UserSettings) -> None:
         super().configure(settings)

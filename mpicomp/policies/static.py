@@ -48,7 +48,5 @@ class Static(Named):
 
     def on_telemetry(self, report: StepReport) -> None:
         super().on_telemetry(report)
-        if self._warning is not None:
-            self._warning.on_telemetry(report)
-            if self._warning.is_done:
-                self._warning = None
+        if self._warning is not None and self._warning.on_telemetry(report):
+            self._warning = None

@@ -21,16 +21,12 @@ WHOLE = 1 << 16  # elements; a shorter layer is surveyed without a stride
 
 
 class Survey(Protocol):
-    """Measures layers of a bucket on one rank; ranks exchange the results, of the same length on all."""
-
-    def width(self, sizes: Sequence[int]) -> int:
-        """Return the length of the survey of a bucket with layers of these sizes."""
-        ...
+    """Measures layers of a bucket on one rank; ranks exchange the results."""
 
     def measure(
         self, accumulated: NDArray[np.floating], residual: NDArray[np.floating] | None, sizes: Sequence[int], step: int
     ) -> NDArray[np.float32]:
-        """Measure a bucket with layers of these sizes, shape (width,).
+        """Measure a bucket with layers of these sizes; return a flat array of the same length on all ranks.
 
         ``accumulated`` is the gradient plus the residual of this rank, ``residual`` the latter; both are read-only.
         """
@@ -47,13 +43,10 @@ class SpectrumSurvey:
         self._stride = stride
         self._workspaces: dict[Device, Workspace] = {}
 
-    def width(self, sizes: Sequence[int]) -> int:
-        return len(sizes) * (1 + 2 * BINS)  # a layer's least bin, counts and energies
-
     def measure(
         self, accumulated: NDArray[np.floating], residual: NDArray[np.floating] | None, sizes: Sequence[int], step: int
     ) -> NDArray[np.float32]:
-        out = np.zeros((len(sizes), 1 + 2 * BINS), np.float32)
+        out = np.zeros((len(sizes), 1 + 2 * BINS), np.float32)  # a layer's least bin, counts and energies
         for row, size, (counts, energies) in zip(out, sizes, self._bins(accumulated, sizes, step), strict=True):
             filled = np.flatnonzero(energies[:_FINITE])
             top = int(filled[-1]) if filled.size else BINS - 1

@@ -22,7 +22,7 @@ from mpicomp.mpi.rounds import Rounds
 from mpicomp.mpi.transport import Transport
 from mpicomp.policies.measured_policy import Adaptive
 from mpicomp.policies.policy import BucketOutcome, Shape, StepReport, UserSettings
-from mpicomp.policies.ratio_levels import at_ratio, check_has_ratio, check_no_layers, check_ratios, ladder
+from mpicomp.policies.ratio_levels import at_ratio, check_adaptable, check_ratios, ladder
 from mpicomp.policies.surveys import SpectrumSurvey, Survey
 from mpicomp.registry import register
 from mpicomp.setting_checks import check_least, check_range
@@ -36,9 +36,6 @@ class NormSurvey:
 
     def __init__(self, stride: int = 1) -> None:
         self._spectra = SpectrumSurvey(stride)
-
-    def width(self, sizes: Sequence[int]) -> int:
-        return len(sizes)
 
     def measure(
         self, accumulated: NDArray[np.floating], residual: NDArray[np.floating] | None, sizes: Sequence[int], step: int
@@ -84,8 +81,8 @@ class Accordion(Adaptive):
         check_range(self.id, "threshold", self.threshold, 0, 1e6, above=True)
 
     def check_compressor(self) -> None:
-        check_has_ratio(self.id, self.compressor, f"chooses between two ratios, and {self.compressor.id} has none")
-        check_no_layers(self.id, self.compressor)
+        self.by_layer = self.compressor.layer_setting == "ratio"
+        check_adaptable(self.id, self.compressor, f"chooses between two ratios, and {self.compressor.id} has none")
 
     def configure(self, settings: UserSettings) -> None:
         super().configure(settings)
@@ -97,10 +94,6 @@ class Accordion(Adaptive):
         self._highest_lr: float | None = None
         self._current: dict[int, Compressor] = {}  # by bucket
         self._delivered: set[int] = set()  # steps that were not undone, whose report has not arrived
-
-    @property
-    def by_layer(self) -> bool:
-        return self.compressor.layer_setting == "ratio"
 
     def survey(self, bucket: int) -> Survey | None:
         return self._survey
@@ -118,13 +111,20 @@ class Accordion(Adaptive):
         return [at_ratio(self.compressor, ratio) for ratio in dict.fromkeys(ratios)]
 
     def choose(self, bucket: int) -> tuple[Compressor | None, str]:
-        parts = self._parts(bucket)
-        if bucket not in self._current:
-            self._current[bucket] = self._compressor_of(bucket, parts)
+        parts, current = self._parts(bucket), self._current.get(bucket)
+        if current is None:
+            shape, ratios = self._shapes[bucket], [self.least if part in self._quiet else self.most for part in parts]
+            current = at_ratio(self.compressor, ratios[0])
+            if self.by_layer:
+                kept = sum(size * ratio for size, ratio in zip(shape.sizes, ratios, strict=True))
+                layers = {glob.escape(part): ratio for part, ratio in zip(parts, ratios, strict=True)}
+                current = replace(self.compressor, ratio=kept / shape.numel, layers=layers)  # type: ignore[call-arg]
+                current = current.bind(shape.names, shape.sizes, shape.shapes)
+            self._current[bucket] = current
         quiet = sum(part in self._quiet for part in parts)
         if not self.by_layer:
-            return self._current[bucket], f"its gradient changes {'little' if quiet else 'much, or may'}"
-        return self._current[bucket], f"gradients of {quiet} of {len(parts)} layers change little"
+            return current, f"its gradient changes {'little' if quiet else 'much, or may'}"
+        return current, f"gradients of {quiet} of {len(parts)} layers change little"
 
     def on_step_end(self, step: int, outcomes: Sequence[BucketOutcome]) -> None:
         self._delivered.add(step)
@@ -151,7 +151,13 @@ class Accordion(Adaptive):
         self._counted += 1
         self._sums = {part: self._sums.get(part, 0.0) + norm for part, norm in norms.items()}
         if self._counted == self.every:
-            self._compare()
+            before, self._norms = self._norms, {part: total / self._counted for part, total in self._sums.items()}
+            self._quiet = {
+                part
+                for part, norm in self._norms.items()
+                if before.get(part, 0.0) > 0 and abs(before[part] - norm) < self.threshold * before[part]
+            }
+            self._begin_period()
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -174,25 +180,6 @@ class Accordion(Adaptive):
         names = self._shapes[bucket].names
         return names if self.by_layer else names[:1]
 
-    def _compressor_of(self, bucket: int, parts: Sequence[str]) -> Compressor:
-        ratios = {part: self.least if part in self._quiet else self.most for part in parts}
-        if not self.by_layer:
-            return at_ratio(self.compressor, ratios[parts[0]])
-        shape = self._shapes[bucket]
-        kept = sum(size * ratios[name] for name, size in zip(shape.names, shape.sizes, strict=True))
-        patterns = {glob.escape(part): ratio for part, ratio in ratios.items()}
-        layered = replace(self.compressor, ratio=kept / shape.numel, layers=patterns)  # type: ignore[call-arg]
-        return layered.bind(shape.names, shape.sizes, shape.shapes)
-
     def _begin_period(self) -> None:
         self._counted, self._sums = 0, {}
         self._current.clear()
-
-    def _compare(self) -> None:
-        before, self._norms = self._norms, {part: total / self._counted for part, total in self._sums.items()}
-        self._quiet = {
-            part
-            for part, norm in self._norms.items()
-            if before.get(part, 0.0) > 0 and abs(before[part] - norm) < self.threshold * before[part]
-        }
-        self._begin_period()

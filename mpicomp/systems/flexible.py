@@ -21,13 +21,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpicomp.collectives import bind
-from mpicomp.compressors import Compressor, Dense
+from mpicomp.compressors import Dense
 from mpicomp.cost import CostModel
 from mpicomp.errors import ConfigurationError
-from mpicomp.mpi.rounds import Group, Rounds
+from mpicomp.mpi.rounds import Rounds
 from mpicomp.mpi.transport import Transport
 from mpicomp.policies.measured_policy import MeasuredPolicy
-from mpicomp.policies.plan_selector import PlanSelector, PlanTable, collectives_for
+from mpicomp.policies.plan_selector import Ladder, PlanSelector, PlanTable, collectives_for
 from mpicomp.policies.policy import BucketOutcome, Plan, Shape, StepReport, UserSettings, feedback_of
 from mpicomp.policies.ratio_levels import at_ratio, check_adaptable, check_ratios, default_compressor, lost_share
 from mpicomp.policies.surveys import Spectra, SpectrumSurvey, Survey
@@ -48,6 +48,25 @@ _POPULATION = 40
 _OFFSPRING = 10
 _GENERATIONS = 40
 _SEED = 1  # the same on all ranks
+
+
+@dataclass
+class _Run:
+    """Steps of the current option, the mean gain of its last ones, and that at the last measurement."""
+
+    steps: int = 0
+    gain: float = 0.0
+    reference: float | None = None
+
+
+@dataclass
+class _Surveys:
+    """Whether this step is surveyed, the step whose survey has not arrived, and steps since the last that has."""
+
+    due: bool = True
+    awaited: int | None = None
+    age: int = 0
+
 
 Objectives = NDArray[np.float64]  # a row each, shape (rows, objectives); less is better in every column
 
@@ -140,42 +159,47 @@ class Flexible(MeasuredPolicy):
         self._ratios = candidates(self.least, self.most, self.factor)
         self._survey = SpectrumSurvey(_STRIDE)
         self._shapes: list[Shape] = []
-        self._options: list[Option] = []
+        self.options: list[Option] = []
+        """The options that can be chosen."""
+        self.current: Option | None = None
+        """The option that is chosen; None before the first choice."""
         self._rows: list[dict[Option, NDArray[np.int64]]] = []  # by bucket
-        self._current: Option | None = None
         self._seen: dict[Option, float] = {}  # measured gain of an option over that of the spectrum
         self._spectral: NDArray[np.float64] | None = None  # gains of the ratios
-        self._asking = True  # whether this step is surveyed
-        self._awaited: int | None = None  # the last step, until its report arrives
-        self._since = 0  # steps since the last measurement of gains
+        self._run = _Run()
+        self._surveys = _Surveys()
         self._window = _WINDOW
         self._ramped = 0  # steps of the ramp so far
-        self._ran, self._gain = 0, 0.0  # steps of the current option, and its gain in the last of them
-        self._reference: float | None = None  # its gain at the last measurement
-        first = "dense" if self._pinned is None else "the largest ratio"
+        first = "dense" if settings.pinned is None else "the largest ratio"
         self._reason = f"{first}: no gradient statistics yet"
 
     @property
     def wants_telemetry(self) -> bool:
         # The survey of a step arrives in a later one
-        return super().wants_telemetry or self._awaited is not None
+        return super().wants_telemetry or self._surveys.awaited is not None
 
     def survey(self, bucket: int) -> Survey | None:
-        return self._survey if self._asking and not self._ramping else None
+        return self._survey if self._surveys.due and not self._ramping else None
 
     def start(self, shapes: Sequence[Shape], transport: Transport) -> Rounds[None]:
         group = transport.group
         self._shapes = list(shapes)
-        self._asking, self._awaited, self._since = True, None, 0
-        self._spectral = None
+        self._run, self._surveys, self._spectral = _Run(), _Surveys(), None
         self._window = max(_WINDOW, group.size)
-        self._renew()
-        yield from self._selector.start([self._ladder(group) for _ in shapes], shapes, transport)
+        ladder: Ladder = []
+        for ratio in self._ratios:
+            compressor = at_ratio(self.compressor, ratio)
+            names = collectives_for(compressor, group)
+            if compressor.message == "sparse" and not compressor.shares_positions:
+                names = [name for name in names if name.partition(":")[0] in _KINDS]
+            ladder.append((compressor, [self._pinned] if self._pinned else names))
+        ladder.append((Dense(), collectives_for(Dense(), group)))
+        yield from self._selector.start([ladder] * len(shapes), shapes, transport)
         self._rows = [self._by_option(table) for table in self._selector.tables]
         found = self._rows[0] if self._rows else {}  # there may be no buckets
-        self._options = [option for option in found if self._pinned is None or option.kind != "dense"]
-        if self._current not in self._options:
-            self._current = None
+        self.options = [option for option in found if self._pinned is None or option.kind != "dense"]
+        if self.current not in self.options:
+            self.current = None
 
     def refresh(self, transport: Transport) -> Rounds[None]:
         # A changed network needs another choice
@@ -183,62 +207,72 @@ class Flexible(MeasuredPolicy):
             self._solve()
 
     def plan(self, bucket: int) -> Plan:
-        if self._ramping:
-            return self._plan_of_ramp(bucket)
-        first = max(self._options, key=lambda option: option.ratio)
-        return self._selector.plan(bucket, self._rows[bucket][self._current or first], self._reason)
+        first = max(self.options, key=lambda option: option.ratio)
+        if not self._ramping:
+            return self._selector.plan(bucket, self._rows[bucket][self.current or first], self._reason)
+        ratio = 1 + (self.most - 1) * self._ramped / self.ramp
+        option = next(option for option in self.options if option.ratio == self._ratios[-1])
+        reason = f"ratio {ratio:.4g}, step {self._ramped} of the ramp"
+        rows, compressor = self._rows[bucket][option], at_ratio(self.compressor, ratio)
+        # Its seconds would count for the largest candidate, so they are not learned from
+        return replace(self._selector.plan(bucket, rows, reason, compressor), settled=False, prediction=None)
 
     def on_step_end(self, step: int, outcomes: Sequence[BucketOutcome]) -> None:
         if self._ramping:
             self._ramped += 1
             return
-        self._since += 1
-        if self._asking:
-            self._asking, self._awaited = False, step
-        self._follow_gain(outcomes)
-        if self._awaited is None and (self._since >= (self.every or math.inf) or self._changed()):
-            self._asking = True
+        surveys, run = self._surveys, self._run
+        surveys.age += 1
+        if surveys.due:
+            surveys.due, surveys.awaited = False, step
+        energy = sum(outcome.energy for outcome in outcomes)
+        if self.current is not None and 0 < energy < math.inf:
+            gain = sum(outcome.energy * outcome.gain for outcome in outcomes) / energy
+            run.steps += 1
+            run.gain += (gain - run.gain) / min(run.steps, self._window)
+        if surveys.awaited is None and (surveys.age >= (self.every or math.inf) or self._has_changed()):
+            surveys.due = True
 
     def on_telemetry(self, report: StepReport) -> None:
         self._selector.on_telemetry(report)
-        if self._awaited is None or report.step < self._awaited:
+        surveys = self._surveys
+        if surveys.awaited is None or report.step < surveys.awaited:
             return
-        self._awaited = None
+        surveys.awaited = None
         if len(report.surveys) < len(self._shapes):  # the survey was lost
-            self._asking = True
+            surveys.due = True
             return
         spectra = [Spectra(shape.sizes, report.surveys[bucket]) for bucket, shape in enumerate(self._shapes)]
         energies = np.array([spectrum.energies.sum() for spectrum in spectra])
         shares = np.array([lost_share(self.compressor, spectrum, self._ratios) for spectrum in spectra])
         lost = energies @ shares / energies.sum() if energies.sum() > 0 else shares.mean(axis=0)
-        self._spectral, self._since = 1 - lost, 0
-        self._note()
-        self._reference = self._gain if self._ran >= self._window else None
+        self._spectral, surveys.age = 1 - lost, 0
+        self._compare_with_spectrum()
+        self._run.reference = self._run.gain if self._run.steps >= self._window else None
         self._solve()
 
     def state_dict(self) -> dict[str, Any]:
         seen = [[option.ratio, option.kind, share] for option, share in self._seen.items()]
-        current = None if self._current is None else [self._current.ratio, self._current.kind]
+        current = None if self.current is None else [self.current.ratio, self.current.kind]
         return {"current": current, "seen": seen, "ramped": self._ramped}
 
     def load_state_dict(self, state: Mapping[str, Any], cost: CostModel | None) -> None:
         # The last choice runs until gradients have been surveyed
         super().load_state_dict(state, cost)
         current = state.get("current")
-        self._current = None if current is None else Option(float(current[0]), str(current[1]))
-        if self._options and self._current not in self._options:
-            self._current = None
+        self.current = None if current is None else Option(float(current[0]), str(current[1]))
+        if self.options and self.current not in self.options:
+            self.current = None
         self._seen = {Option(float(ratio), str(kind)): float(share) for ratio, kind, share in state.get("seen", [])}
         self._ramped = int(state.get("ramped", self.ramp))  # a run without a ramp has none after it is resumed
         self._reason = "as before the restart: no gradient statistics yet"
-        self._asking = True
-        self._renew()
+        self._surveys.due, self._run = True, _Run()
 
     def objectives(self) -> Objectives:
         """Return seconds and 1 / gain of each option, shape (options, 2), in the order of `options`."""
         assert self._spectral is not None
-        seconds, gains = np.zeros(len(self._options)), np.ones(len(self._options))
-        for place, option in enumerate(self._options):
+        seconds, gains = np.zeros(len(self.options)), np.ones(len(self.options))
+        for place, option in enumerate(self.options):
             for bucket in range(len(self._shapes)):
                 seconds[place] += self._selector.seconds(bucket)[self._rows[bucket][option]].min()
             if option.kind != "dense":
@@ -246,37 +280,8 @@ class Flexible(MeasuredPolicy):
         return np.stack((seconds, 1 / np.maximum(gains, _MIN_GAIN)), axis=1)
 
     @property
-    def options(self) -> list[Option]:
-        """The options that can be chosen."""
-        return list(self._options)
-
-    @property
-    def current(self) -> Option | None:
-        """The option that is chosen; None before the first choice."""
-        return self._current
-
-    @property
     def _ramping(self) -> bool:
         return self._ramped < self.ramp
-
-    def _plan_of_ramp(self, bucket: int) -> Plan:
-        ratio = 1 + (self.most - 1) * self._ramped / self.ramp
-        option = next(option for option in self._options if option.ratio == self._ratios[-1])
-        reason = f"ratio {ratio:.4g}, step {self._ramped} of the ramp"
-        rows, compressor = self._rows[bucket][option], at_ratio(self.compressor, ratio)
-        # Its seconds would count for the largest candidate, so they are not learned from
-        return replace(self._selector.plan(bucket, rows, reason, compressor), settled=False, prediction=None)
-
-    def _ladder(self, group: Group) -> list[tuple[Compressor, Sequence[str]]]:
-        levels: list[tuple[Compressor, Sequence[str]]] = []
-        for ratio in self._ratios:
-            compressor = at_ratio(self.compressor, ratio)
-            names = collectives_for(compressor, group)
-            if compressor.message == "sparse" and not compressor.shares_positions:
-                names = [name for name in names if name.partition(":")[0] in _KINDS]
-            levels.append((compressor, [self._pinned] if self._pinned else names))
-        levels.append((Dense(), collectives_for(Dense(), group)))
-        return levels
 
     def _by_option(self, table: PlanTable) -> dict[Option, NDArray[np.int64]]:
         found: dict[Option, list[int]] = {}
@@ -287,33 +292,25 @@ class Flexible(MeasuredPolicy):
             found.setdefault(option, []).append(row)
         return {option: np.array(rows) for option, rows in found.items()}
 
-    def _follow_gain(self, outcomes: Sequence[BucketOutcome]) -> None:
-        energy = sum(outcome.energy for outcome in outcomes)
-        if self._current is not None and 0 < energy < math.inf:
-            gain = sum(outcome.energy * outcome.gain for outcome in outcomes) / energy
-            self._ran += 1
-            self._gain += (gain - self._gain) / min(self._ran, self._window)
-
-    def _renew(self) -> None:
-        self._ran, self._gain, self._reference = 0, 0.0, None
-
-    def _changed(self) -> bool:
-        if self._ran < self._window or self._spectral is None:
+    def _has_changed(self) -> bool:
+        run = self._run
+        if run.steps < self._window or self._spectral is None:
             return False
-        if self._reference is None:
-            self._reference = self._gain
-            if self._note():
+        if run.reference is None:
+            run.reference = run.gain
+            if self._compare_with_spectrum():
                 self._solve()
             return False
-        return abs(self._gain - self._reference) >= self.gain_threshold * self._reference
+        return abs(run.gain - run.reference) >= self.gain_threshold * run.reference
 
-    def _note(self) -> bool:
-        option = self._current
-        if option is None or option.kind not in _LEADER_KINDS or self._ran < self._window:
+    def _compare_with_spectrum(self) -> bool:
+        """Note what borrowed indices gain of what the spectrum says; return whether that has changed."""
+        option = self.current
+        if option is None or option.kind not in _LEADER_KINDS or self._run.steps < self._window:
             return False
         assert self._spectral is not None
         spectral = max(float(self._spectral[self._ratios.index(option.ratio)]), _MIN_GAIN)
-        before, now = self._seen.get(option, 1.0), min(max(self._gain / spectral, _MIN_GAIN), 1.0)
+        before, now = self._seen.get(option, 1.0), min(max(self._run.gain / spectral, _MIN_GAIN), 1.0)
         self._seen[option] = now
         return abs(now - before) >= self.gain_threshold * before
 
@@ -321,13 +318,12 @@ class Flexible(MeasuredPolicy):
         if self._spectral is None:
             return
         objectives = self.objectives()
-        places = np.arange(len(self._options)) if self.solver == "exact" else self._evolve(objectives)
+        places = np.arange(len(self.options)) if self.solver == "exact" else self._evolve(objectives)
         found, on_front = pick(objectives[places], self.choice, _WEIGHTS)
         place = int(places[found])
-        option = self._options[place]
-        if option != self._current:
-            self._current = option
-            self._renew()
+        option = self.options[place]
+        if option != self.current:
+            self.current, self._run = option, _Run()
         self._reason = (
             f"ratio {option.ratio:.4g} by {option.kind}, gain {1 / objectives[place, 1]:.3f}, "
             f"{self.choice} of a front of {on_front}"
@@ -335,9 +331,9 @@ class Flexible(MeasuredPolicy):
 
     def _evolve(self, objectives: Objectives) -> NDArray[np.int64]:
         """Return the options nearest to the front that NSGA-II finds, in the logarithm of the ratio and the kind."""
-        kinds = list(dict.fromkeys(option.kind for option in self._options))
-        places = {kind: [p for p, option in enumerate(self._options) if option.kind == kind] for kind in kinds}
-        grids = {kind: np.log([self._options[place].ratio for place in members]) for kind, members in places.items()}
+        kinds = list(dict.fromkeys(option.kind for option in self.options))
+        places = {kind: [p for p, option in enumerate(self.options) if option.kind == kind] for kind in kinds}
+        grids = {kind: np.log([self.options[place].ratio for place in members]) for kind, members in places.items()}
 
         def evaluate(variables: NDArray[np.float64]) -> Objectives:
             out = np.empty((len(variables), 2))
@@ -370,28 +366,19 @@ def pareto_front(objectives: Objectives) -> NDArray[np.int64]:
     return rows[np.lexsort(objectives[rows].T[::-1])]
 
 
-def normalised(objectives: Objectives) -> Objectives:
-    """Scale each objective to 0 for its least value among these rows and 1 for its largest."""
-    ideal, nadir = objectives.min(axis=0), objectives.max(axis=0)
-    scaled: Objectives = (objectives - ideal) / np.where(nadir > ideal, nadir - ideal, 1.0)
-    return scaled
-
-
-def weighted(objectives: Objectives, weights: Sequence[float]) -> int:
-    """Return the row of a front whose worst weighted objective is least (achievement scalarizing), after scaling."""
-    return int((normalised(objectives) * np.asarray(weights)).max(axis=1).argmin())
-
-
-def knee(objectives: Objectives) -> int:
-    """Return the row of a front that is farthest below the plane through its ends, after scaling."""
-    return int(normalised(objectives).sum(axis=1).argmin())
-
-
 def pick(objectives: Objectives, choice: str, weights: Sequence[float]) -> tuple[int, int]:
-    """Return the row that is chosen from the front, by ``"weighted"`` or ``"knee"``, and the rows on the front."""
+    """Return the row that is chosen from the front, and the rows on the front.
+
+    Objectives are scaled to 0 for the best and 1 for the worst row on the front. ``"weighted"`` takes the row whose
+    worst weighted objective is least (achievement scalarizing), ``"knee"`` the one that is farthest below the plane
+    through the ends of the front.
+    """
     best = pareto_front(objectives)
     front = objectives[best]
-    return int(best[weighted(front, weights) if choice == "weighted" else knee(front)]), best.size
+    ideal, nadir = front.min(axis=0), front.max(axis=0)
+    scaled = (front - ideal) / np.where(nadir > ideal, nadir - ideal, 1.0)
+    scores = (scaled * np.asarray(weights)).max(axis=1) if choice == "weighted" else scaled.sum(axis=1)
+    return int(best[scores.argmin()]), best.size
 
 
 def check_installed() -> None:

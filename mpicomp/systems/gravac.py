@@ -50,9 +50,6 @@ class LevelsSurvey:
         self.ratios = 1.0, 1.0  # floor and candidate
         self._workspaces: dict[tuple[Device, int], Workspace] = {}
 
-    def width(self, sizes: Sequence[int]) -> int:
-        return 3
-
     def measure(
         self, accumulated: NDArray[np.floating], residual: NDArray[np.floating] | None, sizes: Sequence[int], step: int
     ) -> NDArray[np.float32]:
@@ -83,6 +80,19 @@ class _TimedStep(NamedTuple):
     began: float
     level: int
     gain: float
+
+
+@dataclass
+class _Search:
+    """What a checkpoint keeps; floor and candidate are levels, that is places in ``ratios``."""
+
+    ratios: list[float]
+    floor: int
+    candidate: int
+    throughputs: list[deque[float]]  # of each level, in the last window
+    ended: bool = False
+    steps: int = 0  # with gains
+    gains: NDArray[np.float64] | None = None  # of all levels; NaN where unknown
 
 
 @register
@@ -153,36 +163,38 @@ class GraVAC(Adaptive):
     def configure(self, settings: UserSettings) -> None:
         super().configure(settings)
         self.bucket_bytes = 1 if self.published else None  # as published each array is a bucket
-        self._ratios = self._candidates()
-        self._compressors = [at_ratio(self.compressor, ratio) for ratio in self._ratios]
+        self.may_be_dense = not self.published
+        ratios, exponent = [self.most], 1
+        while ratios[-1] > self.least:
+            ratios.append(max(self.most / 2**exponent, self.least))
+            exponent = 2 * exponent if self.scaling == "exponential" else exponent + 1
+        timings = 1 if self.published else self.window  # of which the median is a throughput
+        times = [deque[float](maxlen=timings) for _ in ratios]
+        self._search = _Search(ratios, 0, min(1, len(ratios) - 1), times)
+        self._compressors = [at_ratio(self.compressor, ratio) for ratio in ratios]
         self._timed = False
         self._share = 1.0  # of a step in the average of gains
         self._survey = LevelsSurvey(self.compressor) if self.published else SpectrumSurvey(_STRIDE)
-        self._floor, self._candidate = 0, min(1, len(self._ratios) - 1)
-        self._ended = False
-        self._steps = 0  # with gains
         self._unsurveyed = 0  # steps since the last survey
         self._surveyed = -1  # the last step whose survey has arrived
-        self._gains: NDArray[np.float64] | None = None  # of all candidates; NaN where unknown
-        self._timings = 1 if self.published else self.window  # of which the median is a throughput
-        self._throughputs = [deque[float](maxlen=self._timings) for _ in self._ratios]
-        self._level: int | None = 0 if self.published else None  # of the next step; None is dense
         first = f"floor {self.most:.4g}" if self.published else "dense"
-        self._reason = f"{first}: no gradient statistics yet"
+        # The level of the next step, None for dense, and the reason
+        self._decision: tuple[int | None, str] = 0 if self.published else None, f"{first}: no gradient statistics yet"
         self._choices: dict[int, _Choice] = {}  # of steps that were not undone, until their report arrives
         self._last: _TimedStep | None = None  # whose end is not known yet
 
     @property
     def wants_telemetry(self) -> bool:
         # Steps are counted and timed until the search has ended
-        return self._selector.wants_telemetry or not self._ended
+        return self._selector.wants_telemetry or not self._search.ended
 
     def survey(self, bucket: int) -> Survey | None:
         # At every step until there are gains, then every few steps
-        if self._gains is not None and self._unsurveyed + 1 < self.every:
+        search = self._search
+        if search.gains is not None and self._unsurveyed + 1 < self.every:
             return None
         if isinstance(self._survey, LevelsSurvey):
-            self._survey.ratios = self._ratios[self._floor], self._ratios[self._candidate]
+            self._survey.ratios = search.ratios[search.floor], search.ratios[search.candidate]
         return self._survey
 
     def start(self, shapes: Sequence[Shape], transport: Transport) -> Rounds[None]:
@@ -193,76 +205,66 @@ class GraVAC(Adaptive):
         self._last = None
         yield from super().start(shapes, transport)
 
-    @property
-    def may_be_dense(self) -> bool:
-        return not self.published
-
     def levels(self) -> list[Compressor]:
         return self._compressors[::-1]
 
     def choose(self, bucket: int) -> tuple[Compressor | None, str]:
-        return None if self._level is None else self._compressors[self._level], self._reason
+        level, reason = self._decision
+        return None if level is None else self._compressors[level], reason
 
     def on_step_end(self, step: int, outcomes: Sequence[BucketOutcome]) -> None:
-        self._choices[step] = _Choice(self._level, self._floor, self._candidate)
+        self._choices[step] = _Choice(self._decision[0], self._search.floor, self._search.candidate)
         self._unsurveyed = 0 if self.survey(0) is not None else self._unsurveyed + 1
 
     def on_telemetry(self, report: StepReport) -> None:
         super().on_telemetry(report)
-        began = float(report.latest[0, 0])
+        search, began = self._search, float(report.latest[0, 0])
         last, self._last = self._last, None
         if last is not None and report.step == last.step + 1 and began > last.began:
-            self._throughputs[last.level].append(last.gain / (began - last.began))
+            search.throughputs[last.level].append(last.gain / (began - last.began))
         choice = self._choices.get(report.step)
         self._choices = {step: past for step, past in self._choices.items() if step > report.step}
         if choice is None:
             return
         self._update_gains(report, choice)
-        if self._gains is None:
+        if search.gains is None:
             return
         if choice.level is not None and self._timed:
-            self._last = _TimedStep(report.step, began, choice.level, float(self._gains[choice.level]))
-        self._steps += 1
-        if self._steps % self.window == 0 and not self._ended:
-            self._search(self._gains)
-        self._decide(self._gains)
+            self._last = _TimedStep(report.step, began, choice.level, float(search.gains[choice.level]))
+        search.steps += 1
+        if search.steps % self.window == 0 and not search.ended:
+            self._try_next(search, search.gains)
+        self._decide(search, search.gains)
 
     def state_dict(self) -> dict[str, Any]:
-        return {
-            "ratios": list(self._ratios),
-            "floor": self._floor,
-            "candidate": self._candidate,
-            "ended": self._ended,
-            "steps": self._steps,
-            "gains": None if self._gains is None else [None if gain != gain else gain for gain in self._gains.tolist()],
-            "throughputs": [list(values) for values in self._throughputs],
+        gains = self._search.gains
+        return vars(self._search) | {
+            "ratios": list(self._search.ratios),
+            "gains": None if gains is None else [None if gain != gain else gain for gain in gains.tolist()],
+            "throughputs": [list(values) for values in self._search.throughputs],
         }
 
     def load_state_dict(self, state: Mapping[str, Any], cost: CostModel | None) -> None:
         # With other candidates the search starts again
         super().load_state_dict(state, cost)
-        if state.get("ratios") != self._ratios:
+        search = self._search
+        if state.get("ratios") != search.ratios:
             return
-        self._floor, self._candidate = int(state["floor"]), int(state["candidate"])
-        self._ended, self._steps = bool(state["ended"]), int(state["steps"])
-        self._throughputs = [deque(values, maxlen=self._timings) for values in state["throughputs"]]
+        search.floor, search.candidate = int(state["floor"]), int(state["candidate"])
+        search.ended, search.steps = bool(state["ended"]), int(state["steps"])
+        pairs = zip(state["throughputs"], search.throughputs, strict=True)
+        search.throughputs = [deque(values, maxlen=times.maxlen) for values, times in pairs]
         self._last = None
         self._choices.clear()
         if state["gains"] is not None:
-            self._gains = np.array(state["gains"], float)  # None becomes NaN
-            self._decide(self._gains)
-
-    def _candidates(self) -> list[float]:
-        ratios, exponent = [self.most], 1
-        while ratios[-1] > self.least:
-            ratios.append(max(self.most / 2**exponent, self.least))
-            exponent = 2 * exponent if self.scaling == "exponential" else exponent + 1
-        return ratios
+            search.gains = np.array(state["gains"], float)  # None becomes NaN
+            self._decide(search, search.gains)
 
     def _update_gains(self, report: StepReport, choice: _Choice) -> None:
         if len(report.surveys) < len(self._shapes):
             return
-        gains = np.full(len(self._ratios), np.nan)
+        search = self._search
+        gains = np.full(len(search.ratios), np.nan)
         if self.published:
             surveys = (survey.astype(np.float64).sum(axis=0) for survey in report.surveys.values())
             energy, *selected = sum(surveys).tolist()
@@ -273,39 +275,38 @@ class GraVAC(Adaptive):
             for bucket, survey in report.surveys.items():
                 spectra = Spectra(self._shapes[bucket].sizes, survey)
                 bucket_energy = float(spectra.energies.sum())
-                lost += bucket_energy * lost_share(self.compressor, spectra, self._ratios)
+                lost += bucket_energy * lost_share(self.compressor, spectra, search.ratios)
                 energy += bucket_energy
             if 0 < energy < np.inf:
                 gains = 1 - lost / energy
         if not 0 < energy < np.inf:
             return
-        before = gains if self._gains is None else self._gains
+        before = gains if search.gains is None else search.gains
         average = before + (1 - (1 - self._share) ** max(1, report.step - self._surveyed)) * (gains - before)
         # A level that is known only from this step, or only from before, has nothing to average
-        self._gains = np.where(np.isnan(gains), before, np.where(np.isnan(before), gains, average))
+        search.gains = np.where(np.isnan(gains), before, np.where(np.isnan(before), gains, average))
         self._surveyed = report.step
 
-    def _search(self, gains: NDArray[np.float64]) -> None:
-        tried = self._candidate
-        self._candidate = min(tried + 1, len(self._ratios) - 1)
-        if abs(gains[self._floor] - gains[tried]) <= self.omega * gains[self._floor]:
-            self._floor = tried
-        enough = min(_MIN_STEPS, self._timings)
-        timed = [(values, level) for level, values in enumerate(self._throughputs) if len(values) >= enough]
+    def _try_next(self, search: _Search, gains: NDArray[np.float64]) -> None:
+        tried = search.candidate
+        search.candidate = min(tried + 1, len(search.ratios) - 1)
+        if abs(gains[search.floor] - gains[tried]) <= self.omega * gains[search.floor]:
+            search.floor = tried
+        enough = 1 if self.published else min(_MIN_STEPS, self.window)
+        timed = [(values, level) for level, values in enumerate(search.throughputs) if len(values) >= enough]
         medians = [(statistics.median(values), level) for values, level in timed]
         if len(medians) > 1:
             (second, one), (first, other) = sorted(medians)[-2:]
             if first - second <= self.omega * second:
-                self._ended = True
-                self._candidate = min(one, other)
-                self._floor = min(self._floor, self._candidate)
+                search.ended = True
+                search.candidate = min(one, other)
+                search.floor = min(search.floor, search.candidate)
 
-    def _decide(self, gains: NDArray[np.float64]) -> None:
-        state = "found" if self._ended else "tried"
-        for name, level in (("candidate", self._candidate), ("floor", self._floor)):
+    def _decide(self, search: _Search, gains: NDArray[np.float64]) -> None:
+        state = "found" if search.ended else "tried"
+        for name, level in (("candidate", search.candidate), ("floor", search.floor)):
             if gains[level] >= self.epsilon:
-                self._level = level
-                self._reason = f"{name} {self._ratios[level]:.4g} {state}, gain {gains[level]:.3f}"
+                self._decision = level, f"{name} {search.ratios[level]:.4g} {state}, gain {gains[level]:.3f}"
                 return
-        self._level, floor = None, self._ratios[self._floor]
-        self._reason = f"dense, gain {gains[self._floor]:.3f} at the floor {floor:.4g} is too little"
+        gain, floor = gains[search.floor], search.ratios[search.floor]
+        self._decision = None, f"dense, gain {gain:.3f} at the floor {floor:.4g} is too little"

@@ -37,31 +37,18 @@ class Autoencoder:
     NaN to infinity or NaN. Their arrays are those of the current device; weights and states are on the host.
 
     Each encoder layer has three taps and a stride of two; then channels are mixed to the four of the code. A decoder
-    is the same in reverse, mixed to one channel. Behind all layers but those that mix there is a leaky rectifier.
-    ``encoder`` and ``decoder`` have the channels of as many layers: n of them make the code ``4 / 2**n`` as long as the
-    values. The published channels (by a code that is not the authors') take 20,000 multiplications a value, the
-    defaults some hundred.
+    is the same in reverse, mixed to one channel. Behind all layers but those that mix there is a leaky rectifier, so
+    that codes of either sign can be averaged; the paper has one behind the code, too. ``encoder`` and ``decoder`` have
+    the channels of as many layers: n of them make the code ``4 / 2**n`` as long as the values.
 
-    Without a leader there is a second loss, of noise decoded by `decode_near`. With a leader there is a decoder for
-    each rank, and a second loss, half as heavy as the first, of the difference of ranks' codes. ``passes`` optimizer
-    steps are made for each step of training, each on a stretch of at most 4096 values: layers are the same at all
-    places, so more values would teach no more than the next step does.
+    Losses are shares of the energy of the coded values. Without a leader a second loss is that of noise decoded by
+    `decode_near`, which error feedback resembles. With a leader there is a decoder for each rank, and a second loss,
+    half as heavy as the first, of the difference of ranks' codes. ``passes`` steps of Adam are made for each step of
+    training, each on a stretch of at most 4096 values, at a rate that falls. Values move by one place at every step
+    (see `begin_step`), so that the code does not always leave out the same ones.
 
     With ``published`` the training is the paper's: plain descent at a constant rate, on all values, by the paper's
-    losses alone, with values where they are. Different from the paper otherwise:
-
-    - Adam in place of plain gradient descent, which has learned next to nothing after some hundred steps. After n steps
-      its rate is ``1 / (1 + n / 100)`` of the first: at a constant one two of three networks of a language model
-      diverged later, from an error of 0.24 to 0.77.
-    - No rectifier behind the code: codes of either sign can be averaged.
-    - Losses are shares of the energy of the coded values, so that a rate fits small gradients and large ones. The
-      difference of codes is measured against the codes' energy, so that smaller codes are no better ones.
-    - The loss of noise. Error feedback returns to the code its earlier error, which looks like nothing that it
-      was trained on: of noise it kept a hundredth, where a projection keeps a quarter, and residuals grew until they
-      hid everything else.
-    - An innovation is no channel of the last convolution: the scheme sends exact values there.
-    - Values move by one place at every step (see `begin_step`), the last ones to the front, so that the code does not
-      always leave out the same ones.
+    losses alone, with values where they are. docs/papers.md has the other differences.
     """
 
     def __init__(
@@ -111,7 +98,7 @@ class Autoencoder:
         layer = self._array("values", 1, places, values.dtype)
         _move(values, self._shift, layer[0])
         *convolutions, (weights, bias) = self._device_layers()[0]
-        scratch = self._scratch(values.dtype)
+        scratch = self.workspace.array("autoencoder.scratch", self._room, values.dtype)
         for place, (kernel, kernel_bias) in enumerate(convolutions):
             places //= 2
             below, layer = layer, self._array(f"layer {place}", len(kernel), places, values.dtype)
@@ -226,7 +213,7 @@ class Autoencoder:
         layers = [code.reshape(_CHANNELS, -1) for code in codes]
         places = layers[0].shape[1]
         *convolutions, (weights, bias) = self._device_layers()[1][worker]
-        scratch = self._scratch(dtype)
+        scratch = self.workspace.array("autoencoder.scratch", self._room, dtype)
         for depth, (kernel, kernel_bias) in enumerate(convolutions):
             places *= 2
             below = layers
@@ -237,7 +224,9 @@ class Autoencoder:
         whole = self._array("values", 1, places, dtype)
         for layer, out in zip(layers, outs, strict=True):
             kernels.conv_mix(layer, weights, bias, whole)
-            _move_back(whole[0], self._shift, out)
+            first = min(out.size, places - self._shift)
+            out[:first] = whole[0, self._shift : self._shift + first]
+            out[first:] = whole[0, : out.size - first]
 
     def _losses(self, torch: Any, flat: Any, values: Any, noise: Any, leader: int | None) -> tuple[Any, Any]:
         """Return the loss, and the squared error as a share of the energy; shapes are (ranks, 1, places)."""
@@ -294,10 +283,6 @@ class Autoencoder:
     def _padded(self, count: int) -> int:
         return -(-count // self._stride) * self._stride
 
-    def _scratch(self, dtype: np.dtype[Any]) -> NDArray[np.floating]:
-        scratch: NDArray[np.floating] = self.workspace.array("autoencoder.scratch", self._room, dtype)
-        return scratch
-
     def _array(self, name: str, channels: int, places: int, dtype: np.dtype[Any]) -> NDArray[np.floating]:
         array: NDArray[np.floating] = self.workspace.array(f"autoencoder.{name}", channels * places, dtype)
         return array.reshape(channels, places)
@@ -322,9 +307,3 @@ def _move(values: NDArray[np.floating], shift: int, out: NDArray[np.floating]) -
     out[:] = 0
     out[shift : shift + first] = values[:first]
     out[: values.size - first] = values[first:]
-
-
-def _move_back(places: NDArray[np.floating], shift: int, out: NDArray[np.floating]) -> None:
-    first = min(out.size, places.size - shift)
-    out[:first] = places[shift : shift + first]
-    out[first:] = places[: out.size - first]

@@ -22,13 +22,7 @@ from mpicomp.mpi.rounds import Group, Round, Rounds
 from mpicomp.registry import register
 from mpicomp.systems.lgc.autoencoder import Autoencoder
 from mpicomp.systems.lgc.compressor import LGC, Selected
-from mpicomp.systems.lgc.leader_message import (
-    Frame,
-    LeaderMessage,
-    leader_of,
-    relative,
-    share_selection,
-)
+from mpicomp.systems.lgc.leader_message import Frame, LeaderMessage, leader_of, relative, share_selection
 from mpicomp.systems.lgc.ring import CodeRing
 from mpicomp.systems.lgc.server import CodeServer
 from mpicomp.workspace import Workspace
@@ -49,12 +43,6 @@ class _BucketMemory:
     # Squared error of the values decoded in the last step, over the energy of the exact ones, as this rank knows it:
     # 1 is that of zeros. None before, and on ranks that do not learn
     error: float | None = None
-
-    @classmethod
-    def load(cls, key: str, context: Context) -> "_BucketMemory":
-        """Return the remembered state; an empty one if the memory has another key."""
-        entry = context.memory.get(_MEMORY, {})
-        return cls(**entry) if entry.get("key") == key else cls(key)
 
 
 @register
@@ -111,12 +99,17 @@ class Learned(Scheme[LGC]):
             leader = leader_of(Context(group=group, step=step))
             sums = self._sum.rounds(selected.count, dtype, group, step)
             tasks = [LeaderMessage(selected, numel).round(leader), *sums]
-        return [*tasks, _collect(selected, dtype, group)] if able else tasks
+        return [*tasks, _gathering(selected, dtype, group)] if able else tasks
 
     def exchange(self, accumulated: Accumulated, context: Context) -> Exchange:
         compressor = self.compressor
         selected = compressor.selected(accumulated.numel)
-        memory = _BucketMemory.load(self._key(selected, context), context)
+        kind: tuple[Any, ...] = (compressor.instance, compressor.encoder, compressor.decoder)
+        if compressor.instance == "server":
+            kind += (context.group.size,)
+        parts = [(part.start, part.stop, part.kept, part.travels) for part in selected.parts]
+        key, entry = f"{kind} {parts}", context.memory.get(_MEMORY, {})
+        memory = _BucketMemory(**entry) if entry.get("key") == key else _BucketMemory(key)
         seed = Context(seed=context.seed, bucket=context.bucket).key(shared=True)
         make_code = partial(compressor.make_code, context.workspace, seed)
         code = context.workspace.made(("learned", memory.key, seed), make_code)
@@ -148,14 +141,6 @@ class Learned(Scheme[LGC]):
             memory.steps += 1
             context.memory[_MEMORY] = vars(memory)
         return result
-
-    def _key(self, selected: Selected, context: Context) -> str:
-        compressor = self.compressor
-        kind: tuple[Any, ...] = (compressor.instance, compressor.encoder, compressor.decoder)
-        if compressor.instance == "server":
-            kind += (context.group.size,)
-        parts = [(part.start, part.stop, part.kept, part.travels) for part in selected.parts]
-        return f"{kind} {parts}"
 
     def _instance(self, code: Autoencoder) -> CodeRing | CodeServer:
         if self.compressor.instance == "server":
@@ -218,7 +203,7 @@ def _local_largest(selected: Selected) -> TopK:
     return replace(TopK(), parts=tuple((part.stop - part.start, part.kept) for part in selected.parts))
 
 
-def _collect(selected: Selected, dtype: np.dtype[Any], group: Group) -> Round:
+def _gathering(selected: Selected, dtype: np.dtype[Any], group: Group) -> Round:
     return Round("gatherv", [selected.coded_count] * group.size, dtype, root=_TRAINER)
 
 
@@ -227,7 +212,7 @@ def _collected(
 ) -> Rounds[NDArray[np.floating] | None]:
     """Gather coded values on the trainer, in host memory, shape (ranks, count); None on other ranks."""
     group = context.group
-    task = _collect(selected, values.dtype, group)
+    task = _gathering(selected, values.dtype, group)
     task.send = current_device().to_host(values[selected.coded])
     if group.rank == _TRAINER:
         task.recv = context.workspace.host_array("everyones", sum(task.counts), values.dtype)

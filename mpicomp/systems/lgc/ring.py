@@ -90,8 +90,11 @@ class CodeRing:
         task.recv = workspace.host_array("report", sum(task.counts), _BYTE)
         everyones = (yield task).view(_REPORT)
         check_undamaged("learned", DAMAGED * bool((everyones["decoded"] == _DAMAGED).any()), problem)
-        factor = 1.0 if self._compressor.published else _best_factor(everyones, dtype)
         with np.errstate(over="ignore", invalid="ignore"):
+            # The least error over all ranks. Where a sum is not finite, a rank has flagged it, or neither is the mean
+            matches, norms = float(everyones["match"].sum()), float(everyones["decoded"].sum())
+            best = float(dtype.type(matches / norms)) if matches > 0 and norms > 0 else 0.0
+            factor = 1.0 if self._compressor.published else best
             unsent = everyones["energy"] - everyones["sparse"] - 2 * factor * everyones["match"]
             lost = float(np.maximum(unsent + factor * factor * everyones["decoded"], 0).sum())
             energies = everyones["energy"] + factor * factor * everyones["decoded"]
@@ -131,11 +134,3 @@ def product(first: NDArray[np.floating], second: NDArray[np.floating]) -> float:
     with np.errstate(over="ignore", invalid="ignore"):
         summed: float = np.einsum("i,i->", first, second, dtype=np.float64)
     return summed
-
-
-def _best_factor(everyones: NDArray[Any], dtype: np.dtype[Any]) -> float:
-    """Return the factor for decoded values with the least error over all ranks; never a negative one."""
-    # If a sum is not finite, some rank has flagged it, or the mean is not finite either.
-    with np.errstate(over="ignore", invalid="ignore"):
-        match, decoded = float(everyones["match"].sum()), float(everyones["decoded"].sum())
-        return float(dtype.type(match / decoded)) if match > 0 and decoded > 0 else 0.0

@@ -38,9 +38,13 @@ class Table(ABC):
     """
 
     survey: Survey | None  # of the bucket; None if no layer can have one
-    _measured: list[Column]  # settings, by layer
+    _measured: list[Column]  # settings, by layer; of ratios the elements that they keep
 
     def __init__(self, shape: Shape) -> None:
+        self.base: Compressor | None = None
+        """The compressor whose error is the limit, in this step; None for dense."""
+        self.plan: tuple[Compressor, Compressor, str] | None = None
+        """A base, the compressor that it becomes, and the reason."""
         self._shape = shape
         self._taken: list[list[Array]] = []
         self._lost: list[Array] | None = None  # mean of these, by layer
@@ -52,7 +56,9 @@ class Table(ABC):
 
     def observe(self, surveys: NDArray[np.float32]) -> None:
         """Add the surveys of all ranks; they count after `update_errors`."""
-        lost = self._lost_in(surveys.astype(np.float64).sum(axis=0))
+        # The energy that each layer loses at each measured setting
+        ends = np.cumsum([settings.size for settings in self._measured])[:-1]
+        lost = np.split(surveys.astype(np.float64).sum(axis=0), ends)
         if all(np.isfinite(errors).all() for errors in lost):
             self._taken.append(lost)
 
@@ -80,10 +86,6 @@ class Table(ABC):
             np.sqrt(lost) if np.array_equal(column, measured) else np.zeros(column.size)
             for column, measured, lost in zip(settings, self._measured, self._lost, strict=True)
         ]
-
-    @abstractmethod
-    def _lost_in(self, survey: Array) -> list[Array]:
-        """Return the energy that each layer loses at each measured setting."""
 
     @abstractmethod
     def settings_of(self, base: Any) -> dict[str, Any]:
@@ -120,11 +122,8 @@ class _WholeSelections(Table):
         super().__init__(shape)
         self._ratios = np.array(ladder(compressor.ratio / span, min(1.0, compressor.ratio * span)))
         ratios = sorted({*self._ratios.tolist(), compressor.ratio})
-        self._kept = [np.unique([num_kept(ratio, size) for ratio in ratios]) for size in shape.sizes]
-        self.survey: Survey | None = TailSurvey(self._kept)
-
-    def _lost_in(self, survey: Array) -> list[Array]:
-        return _split(survey, self._kept)
+        self._measured = [np.unique([num_kept(ratio, size) for ratio in ratios]) for size in shape.sizes]
+        self.survey: Survey | None = TailSurvey(self._measured)
 
     def settings_of(self, base: Any) -> dict[str, Any]:
         return {name: match_layer_setting(base.layers, name, base.ratio) for name in self._shape.names}
@@ -134,7 +133,7 @@ class _WholeSelections(Table):
 
     def errors(self, settings: Sequence[Column]) -> list[Array]:
         assert self._lost is not None
-        parts = zip(self._counts(settings), self._kept, self._lost, strict=True)
+        parts = zip(self._counts(settings), self._measured, self._lost, strict=True)
         return [np.sqrt(np.interp(counts, known, lost)) for counts, known, lost in parts]
 
     def sizes(self, settings: Sequence[Column], base: Any) -> list[Array]:
@@ -155,8 +154,8 @@ class _WholeSelections(Table):
         return np.array([[num_kept(ratio, size) for ratio in column] for column, size in pairs])
 
     def _message(self, count: int, base: Any) -> float:
-        numel = self._shape.numel
-        return sparse_bytes(count, numel, self._shape.dtype, base.wire_for(count, numel))
+        shape = self._shape
+        return sparse_bytes(count, shape.numel, shape.dtype, base.wire_for(count, shape.numel))
 
 
 class _Selections(_WholeSelections):
@@ -207,9 +206,6 @@ class _Matrices(Table):
         self.survey = RankSurvey(list(self._matrices.values()), ranges) if ranges else None
         self._lost = None if ranges else []
 
-    def _lost_in(self, survey: Array) -> list[Array]:
-        return _split(survey, self._measured)
-
     def settings_of(self, base: Any) -> dict[str, Any]:
         return {name: min(base.rank_of(name), matrix.rows, matrix.columns) for name, matrix in self._matrices.items()}
 
@@ -237,9 +233,6 @@ class _Quantized(Table):
         self._measured = [np.array([each.bits for each in quantisers])] * len(shape.names)
         self.survey = BitsSurvey(quantisers, compressor.bucket or _STRETCH, stride)
 
-    def _lost_in(self, survey: Array) -> list[Array]:
-        return _split(survey, self._measured)
-
     def settings_of(self, base: Any) -> dict[str, Any]:
         return {name: base.bits_of(name) for name in self._shape.names}
 
@@ -260,9 +253,6 @@ class TailSurvey:
 
     def __init__(self, counts: Sequence[NDArray[np.int64]]) -> None:
         self._counts = tuple(counts)  # of elements that each layer keeps, ascending
-
-    def width(self, sizes: Sequence[int]) -> int:
-        return sum(counts.size for counts in self._counts)
 
     def measure(
         self, accumulated: NDArray[np.floating], residual: NDArray[np.floating] | None, sizes: Sequence[int], step: int
@@ -287,9 +277,6 @@ class RankSurvey:
         self._matrices = tuple(matrices)
         self._ranks = tuple(ranks)  # the lowest and the highest rank of each matrix; all between are measured
 
-    def width(self, sizes: Sequence[int]) -> int:
-        return sum(most - least + 1 for least, most in self._ranks)
-
     def measure(
         self, accumulated: NDArray[np.floating], residual: NDArray[np.floating] | None, sizes: Sequence[int], step: int
     ) -> NDArray[np.float32]:
@@ -309,9 +296,6 @@ class BitsSurvey:
         self._bucket = bucket  # their length of a bucket
         self._stride = stride  # every n-th bucket of a large layer is measured, other ones at every step
         self._workspaces: dict[Device, Workspace] = {}
-
-    def width(self, sizes: Sequence[int]) -> int:
-        return len(sizes) * len(self._quantisers)
 
     def measure(
         self, accumulated: NDArray[np.floating], residual: NDArray[np.floating] | None, sizes: Sequence[int], step: int
@@ -354,9 +338,6 @@ class SumSurvey:
         """Begin a new sum."""
         self._steps = 0
 
-    def width(self, sizes: Sequence[int]) -> int:
-        return self._inner.width(sizes) if self.last else 0
-
     def measure(
         self, accumulated: NDArray[np.floating], residual: NDArray[np.floating] | None, sizes: Sequence[int], step: int
     ) -> NDArray[np.float32]:
@@ -372,10 +353,6 @@ class SumSurvey:
             return np.empty(0, np.float32)
         whole = accumulated if self._sum is None or not self._steps else self._sum
         return self._inner.measure(whole, None, sizes, step)
-
-
-def _split(survey: Array, parts: Sequence[NDArray[Any]]) -> list[Array]:
-    return np.split(survey, np.cumsum([part.size for part in parts])[:-1])
 
 
 def _lost_at_ranks(matrix: NDArray[np.floating], most: int) -> Array:

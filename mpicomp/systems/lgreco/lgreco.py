@@ -27,7 +27,23 @@ _SURVEYED_STEPS = 10  # before an adjustment
 _RATIO_SPAN = 8.0  # factor from the uniform ratio to the smallest and the largest candidate
 _SETTING_SPAN = 2.0  # the same for ranks and bits
 
-SurveyChoice = tuple[Survey | None, Survey | None]  # of the inner policy, and of this one
+
+class SurveyPair:
+    """The surveys of the inner policy and of this one, at least one of which is there."""
+
+    def __init__(self, inner: Survey | None, own: Survey | None) -> None:
+        self.inner, self._own = inner, own
+        self.inner_size = 0
+        """Length of the inner survey's result; known once it was measured, and the same on all ranks."""
+
+    def measure(
+        self, accumulated: NDArray[np.floating], residual: NDArray[np.floating] | None, sizes: Sequence[int], step: int
+    ) -> NDArray[np.float32]:
+        none = np.empty(0, np.float32)
+        inner = none if self.inner is None else self.inner.measure(accumulated, residual, sizes, step)
+        self.inner_size = inner.size
+        own = none if self._own is None else self._own.measure(accumulated, residual, sizes, step)
+        return np.concatenate([inner, own])
 
 
 @register
@@ -111,17 +127,15 @@ class LGreCo(Adaptive):
         self._count = 0  # steps since the last adjustment
         self._adjusted = False
         self._tables: list[Table] = []
-        self._bases: list[Compressor | None] = []  # by bucket, the compressor whose error is the limit
-        self._solved: list[Compressor | None] = []  # these, at the last adjustment
+        self._solved: list[Compressor | None] = []  # by bucket, the base at the last adjustment
         self._chosen: dict[str, Any] = {}  # settings by layer
         self._instead: dict[str, Any] = {}  # settings of the bases that these replace
-        self._plans: list[tuple[Compressor, Compressor, str] | None] = []  # by bucket: base, compressor, reason
         self._reason = ""
-        self._surveys: list[SurveyChoice] = []  # of this step, by bucket
-        self._surveyed: dict[int, list[SurveyChoice]] = {}  # of steps whose report has not arrived
+        self._surveys: list[SurveyPair | None] = []  # of this step, by bucket
+        self._surveyed: dict[int, list[SurveyPair | None]] = {}  # of steps whose report has not arrived
 
     def check_compressor(self) -> None:
-        compressor = self.compressor
+        compressor, self.by_layer = self.compressor, True
         if compressor.layer_setting is None:
             raise ConfigurationError(
                 f"{self.id}: needs a compressor with a ratio, a rank or bits for each layer, which "
@@ -140,10 +154,6 @@ class LGreCo(Adaptive):
             )
 
     @property
-    def by_layer(self) -> bool:
-        return True
-
-    @property
     def wants_telemetry(self) -> bool:
         # The survey of a step arrives in a later one
         other = self._inner is not None and self._inner.wants_telemetry
@@ -159,17 +169,17 @@ class LGreCo(Adaptive):
             if self._count == max(0, self._period - 1 - _SURVEYED_STEPS):
                 survey.begin()
             survey.last = self._count == self._period - 2
-        self._surveys[bucket] = other, survey
-        return SurveyPair(other, survey) if other is not None and survey is not None else other or survey
+        pair = None if other is None and survey is None else SurveyPair(other, survey)
+        self._surveys[bucket] = pair
+        return pair
 
     def start(self, shapes: Sequence[Shape], transport: Transport) -> Rounds[None]:
         self._tables = [table_for(self.compressor, shape, self._span, self.published) for shape in shapes]
         for table in self._tables:
             if self.published and table.survey is not None:
                 table.survey = SumSurvey(table.survey)
-        self._bases, self._solved = [None] * len(shapes), [None] * len(shapes)
-        self._plans = [None] * len(shapes)
-        self._surveys = [(None, None)] * len(shapes)
+        self._solved = [None] * len(shapes)
+        self._surveys = [None] * len(shapes)
         self._surveyed = {}
         names = {name for table in self._tables for name in table.settings_of(self.compressor)}
         if not names <= self._chosen.keys():
@@ -197,27 +207,27 @@ class LGreCo(Adaptive):
         if due and known:
             self._count, self._adjusted = 0, True
             self._solve()
-        elif self._adjusted and known and self._bases != self._solved:
+        elif self._adjusted and known and [table.base for table in self._tables] != self._solved:
             self._solve()
 
     def choose(self, bucket: int) -> tuple[Compressor | None, str]:
         base, why = (self.compressor, "") if self._inner is None else self._inner.choose(bucket)
-        self._bases[bucket] = base
+        table = self._tables[bucket]
+        table.base = base
         if base is None:
             return None, why
-        plan = self._plans[bucket]
+        plan = table.plan
         if plan is None or plan[0] != base:
-            table = self._tables[bucket]
             current = table.settings_of(base)
             adjusted = all(self._instead.get(name) == setting for name, setting in current.items()) and bool(current)
             chosen = {name: self._chosen[name] for name in current} if adjusted else current
             reason = self._reason if adjusted else "the same setting for all layers"
-            plan = self._plans[bucket] = base, table.compressor(base, chosen), reason
+            plan = table.plan = base, table.compressor(base, chosen), reason
         return plan[1], "; ".join(filter(None, (why, plan[2])))
 
     def on_step_end(self, step: int, outcomes: Sequence[BucketOutcome]) -> None:
         self._count += 1
-        if any(survey is not None for pair in self._surveys for survey in pair):
+        if any(pair is not None for pair in self._surveys):
             self._surveyed[step] = list(self._surveys)
         if self._inner is not None:
             self._inner.on_step_end(step, outcomes)
@@ -228,11 +238,12 @@ class LGreCo(Adaptive):
         self._surveyed = {step: pairs for step, pairs in self._surveyed.items() if step > report.step}
         others: dict[int, NDArray[np.float32]] = {}
         for bucket, surveys in report.surveys.items() if pairs else ():
-            other, survey = pairs[bucket]
-            width = 0 if other is None else other.width(self._shapes[bucket].sizes)
-            if other is not None:
+            pair = pairs[bucket]
+            assert pair is not None
+            width = pair.inner_size
+            if pair.inner is not None:
                 others[bucket] = surveys[:, :width]
-            if survey is not None and surveys.shape[1] > width:  # a sum has results in its last step only
+            if surveys.shape[1] > width:  # a sum has results in its last step only
                 self._tables[bucket].observe(surveys[: 1 if self.published else None, width:])
         if self._inner is not None:
             self._inner.on_telemetry(replace(report, surveys=others))
@@ -250,7 +261,8 @@ class LGreCo(Adaptive):
         super().load_state_dict(state, cost)
         self._count, self._adjusted = int(state.get("count", 0)), bool(state.get("adjusted", False))
         self._chosen, self._instead = dict(state.get("chosen", {})), dict(state.get("instead", {}))
-        self._plans = [None] * len(self._plans)
+        for table in self._tables:
+            table.plan = None
         self._reason = "as before the restart"
         if self._inner is not None:
             self._inner.load_state_dict(state.get("on") or {}, None)
@@ -261,20 +273,17 @@ class LGreCo(Adaptive):
 
     @property
     def _span(self) -> float:
-        if self.span is not None:
-            return self.span
-        return (
-            _RATIO_SPAN
-            if self.compressor.layer_setting == "ratio"
-            else _SETTING_SPAN * (1 if self._inner is None else 2)
-        )
+        default = _SETTING_SPAN if self._inner is None else 2 * _SETTING_SPAN
+        return self.span or (_RATIO_SPAN if self.compressor.layer_setting == "ratio" else default)
 
     def _solve(self) -> None:
-        self._solved = list(self._bases)
-        self._plans = [None] * len(self._tables)
+        self._solved = [table.base for table in self._tables]
         uniform: dict[str, Any] = {}
         columns, errors, sizes = [], [], []
-        for table, base in self._compressed():
+        compressed = [(table, table.base) for table in self._tables if table.base is not None]
+        for table in self._tables:
+            table.plan = None
+        for table, base in compressed:
             uniform |= table.settings_of(base)
             settings = table.settings(base)
             columns += settings
@@ -286,34 +295,12 @@ class LGreCo(Adaptive):
         choice = least_total(errors, sizes, limit, default, strict=self.published)
         found = [column[place].item() for column, place in zip(columns, choice, strict=True)]
         chosen = dict(zip(uniform, found, strict=True))
-        nbytes, uniform_bytes = self._nbytes(chosen), self._nbytes(uniform)
+        nbytes, uniform_bytes = (
+            sum(table.nbytes([settings[name] for name in table.settings_of(base)], base) for table, base in compressed)
+            for settings in (chosen, uniform)
+        )
         if not self.published and nbytes > uniform_bytes and total(errors, default) <= limit:
             chosen, nbytes = uniform, uniform_bytes  # a message is not exactly the sum of its layers' sizes
         self._chosen, self._instead = chosen, uniform
         share = nbytes / uniform_bytes if uniform_bytes else 1.0
         self._reason = f"layers at {share:.2f} of the bytes of the same setting for all"
-
-    def _compressed(self) -> list[tuple[Table, Compressor]]:
-        return [(table, base) for table, base in zip(self._tables, self._bases, strict=True) if base is not None]
-
-    def _nbytes(self, settings: Mapping[str, Any]) -> float:
-        return sum(
-            table.nbytes([settings[name] for name in table.settings_of(base)], base)
-            for table, base in self._compressed()
-        )
-
-
-class SurveyPair:
-    """Two surveys in one."""
-
-    def __init__(self, first: Survey, second: Survey) -> None:
-        self._first, self._second = first, second
-
-    def width(self, sizes: Sequence[int]) -> int:
-        return self._first.width(sizes) + self._second.width(sizes)
-
-    def measure(
-        self, accumulated: NDArray[np.floating], residual: NDArray[np.floating] | None, sizes: Sequence[int], step: int
-    ) -> NDArray[np.float32]:
-        surveys = (self._first, self._second)
-        return np.concatenate([survey.measure(accumulated, residual, sizes, step) for survey in surveys])
