@@ -11,7 +11,7 @@ from pathlib import Path
 import flexible_schedules
 import flexible_tables
 import lgc_correlation
-import lgc_models
+import lgc_tables
 import numpy as np
 import paper_runs
 import pytest
@@ -68,8 +68,8 @@ def test_simulated_clock_has_network_and_work_of_a_rank():
     ],
 )
 def test_lgc_step_bytes_are_those_that_are_sent(config, collective, monkeypatch):
-    monkeypatch.setitem(lgc_models.MODELS, "small", ((1,), 10))
-    monkeypatch.setattr(lgc_models, "_NUM_STEPS", 3)
+    monkeypatch.setitem(lgc_tables.MODELS, "small", ((1,), 10))
+    monkeypatch.setattr(lgc_tables, "_NUM_STEPS", 3)
     ranks, phases = 2, {} if config["id"] == "topk" else {"dense_steps": 1, "training_steps": 2}
     config = mpicomp.get_compressor(config | phases).get_config()
     world, rng = LocalWorld(ranks), np.random.default_rng(0)
@@ -77,12 +77,12 @@ def test_lgc_step_bytes_are_those_that_are_sent(config, collective, monkeypatch)
     sent = []
     for _ in range(7):
         gradients = [
-            {name: rng.standard_normal(size, np.float32) for name, size in reversed(lgc_models.parameters("small"))}
+            {name: rng.standard_normal(size, np.float32) for name, size in reversed(lgc_tables.parameters("small"))}
             for _ in range(ranks)
         ]
         world.run([reducer.rounds(given) for reducer, given in zip(reducers, gradients, strict=True)])
         sent.append([sum(bucket.sent_bytes for bucket in reducer.last_step.buckets) for reducer in reducers])
-    reported, least = lgc_models.step_bytes("small", config, collective, ranks, 4)
+    reported, least = lgc_tables.step_bytes("small", config, collective, ranks, 4)
     assert reported == pytest.approx(np.mean(sent[4:]))
     assert least == np.min(sent[4:])
 
