@@ -36,7 +36,6 @@ def learned(signal, scales, steps=60, quantisers=(), feedback=False, normalises=
                 for survey, array in zip(surveys, given, strict=True)
             ]
         )
-        assert measured.shape == (RANKS, surveys[0].width((scales.size,)))
         elements.observe(measured)
     return elements
 

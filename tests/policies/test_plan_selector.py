@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+import worlds
 from marks import slow
 from networks import Link
 
@@ -9,23 +10,18 @@ import mpicomp
 from mpicomp.collectives import bind, variants
 from mpicomp.cost import CostModel, Network, sample_views
 from mpicomp.cost.network_model import OPERATIONS
-from mpicomp.mpi import LocalWorld
 
 
-class Ranks:
+class Ranks(worlds.Ranks):
     def __init__(self, size, link, compressor="topk", collective="auto", hosts=None, numel=50_000, **settings):
-        self.link, self.numel = link, numel
-        self.world = LocalWorld(size, hosts=size if hosts is None else hosts, network=link)
-        ends = self.world.transports
-        policy = {"warmup": 0, "cost": settings.pop("cost", None)}
-        self.reducers = [mpicomp.Reducer(compressor, collective, policy, comm=end, **settings) for end in ends]
+        super().__init__(size, compressor, collective, network=link, hosts=hosts or size, **settings)
         random = np.random.default_rng(0)
-        self.gradients = [{"w": random.laplace(size=numel).astype(np.float32)} for _ in ends]
+        self.numel, self.gradients = numel, [{"w": random.laplace(size=numel).astype(np.float32)} for _ in range(size)]
 
     def step(self):
         """Do a step; give what was run, its simulated seconds and the record of rank 0."""
         before = max(end.clock() for end in self.world.transports)
-        self.world.run([r.rounds(g) for r, g in zip(self.reducers, self.gradients, strict=True)])
+        self.reduce(self.gradients)
         buckets = [reducer.last_step.buckets[0] for reducer in self.reducers]
         assert len({(b.collective, str(b.compressor), b.reason, b.predicted_s) for b in buckets}) == 1
         return buckets[0].collective, max(end.clock() for end in self.world.transports) - before, buckets[0]

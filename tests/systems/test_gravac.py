@@ -9,29 +9,25 @@ from networks import Link
 from worlds import Ranks
 
 import mpicomp
-from mpicomp.mpi import LocalWorld
 
 LAG = 2  # a step is decided with what is known of the second step before it
 SIZES = {"a": 6000, "b": 3000}  # a bucket each
 
 
-class Timed:
+class Timed(Ranks):
     """Reducers of several ranks under a simulated network, whose steps take some seconds besides."""
 
     def __init__(self, size, link, policy, compute_s=1e-3, collective="allgather", **settings):
-        self.world = LocalWorld(size, hosts=size, network=link)
+        policy = {"id": "gravac", "every": 1} | policy
+        super().__init__(size, mpicomp.TopK(), collective, policy, network=link, **settings)
         self.compute_s = compute_s
-        self.reducers = [
-            mpicomp.Reducer(mpicomp.TopK(), collective, {"id": "gravac", "every": 1} | policy, comm=end, **settings)
-            for end in self.world.transports
-        ]
 
     def step(self, gradients, pause_s=0.0):
         """Do a step; give its ratio (None: dense) and when it began."""
         for end in self.world.transports:
             end.seconds += self.compute_s + pause_s
         began = max(end.seconds for end in self.world.transports)
-        self.world.run([r.rounds(gradient) for r, gradient in zip(self.reducers, gradients, strict=True)])
+        self.reduce(gradients)
         plans = {(bucket.ratio, bucket.reason) for r in self.reducers for bucket in r.last_step.buckets}
         assert len(plans) == 1, "all ranks and buckets follow one decision"
         return plans.pop()[0], began

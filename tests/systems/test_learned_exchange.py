@@ -8,7 +8,7 @@ from worlds import Ranks
 
 import mpicomp
 from mpicomp.collectives import bind
-from mpicomp.errors import IncompatiblePairError, MpicompError
+from mpicomp.errors import MpicompError
 from mpicomp.mpi import LocalWorld
 
 DENSE, LEARNING = 2, 3  # steps
@@ -90,6 +90,7 @@ class Slow:
         self.compressor, self.ranks, self.steps = compressor, ranks, 0
         self.residuals = [np.zeros(sum(size for _, size, _ in LAYERS)) for _ in range(ranks)]
         self.learned, self.energy, self.lost = [], 0.0, 0.0
+        self.errors = []  # of each rank's decoded values in this step, as shares of the energy of the exact ones
 
     @staticmethod
     def selection(values):
@@ -127,6 +128,11 @@ class Slow:
             self.learned.append((np.array(values), leader))
         elif self.steps >= DENSE:
             shares = self.decoded(everyones, coded[leader], frame, leader)
+            exact = [values[coded[leader]] for values in everyones]
+            self.errors = [
+                np.sum(np.square(values - share)) / (values @ values)
+                for values, share in zip(exact, shares, strict=True)
+            ]
             for part, places, share in zip(sent, coded, shares, strict=True):
                 part[places] = share
         self.energy = sum(values @ values for values in everyones)
@@ -214,6 +220,9 @@ def test_learned_exchange_equals_the_reference(settings, ranks, inner, made):
             held = np.concatenate([reducer.residual(name).ravel() for name in SHAPES])
             np.testing.assert_allclose(held, residual, rtol=1e-9, atol=1e-11)
             assert reducer.last_step.buckets[0].gain == pytest.approx(1 - slow.lost / slow.energy, abs=1e-9)
+        learning = 1 - len(slow.learned) / 4 if len(slow.learned) else None  # on the trainer alone
+        expected = slow.errors or [learning] + [None] * (ranks - 1)
+        assert [memory(reducer)["error"] for reducer in members.reducers] == pytest.approx(expected, abs=1e-9)
     [trained] = [code for code in made if code.seen]
     assert len(trained.seen) == LEARNING
     for (values, leader), (expected, expected_leader) in zip(trained.seen, slow.learned, strict=True):
@@ -387,11 +396,6 @@ def test_learned_sizes_far_apart_do_not_overflow(instance):
         mean = members.reduce(given)[0]
         assert np.isfinite(flat(mean)).all()
         assert 0 <= members.reducers[0].last_step.buckets[0].gain <= 1
-
-
-def test_lgc_other_collective_is_refused():
-    with pytest.raises(IncompatiblePairError, match="use learned"):
-        mpicomp.Reducer(lgc(), "allgather", comm=LocalWorld(1).transports[0])
 
 
 @pytest.mark.mpi

@@ -15,7 +15,7 @@ from mpicomp.compressors.powersgd import Matrix
 from mpicomp.mpi import LocalWorld
 from mpicomp.policies import POLICIES
 from mpicomp.policies.measured_policy import Adaptive
-from mpicomp.policies.surveys import SpectrumSurvey
+from mpicomp.policies.surveys import BINS, SpectrumSurvey
 from mpicomp.systems.lgreco import LGreCo
 from mpicomp.systems.lgreco.layer_settings import RankSurvey
 
@@ -240,7 +240,7 @@ def test_upon_another_policy_its_choice_gives_the_error(size):
     assert inner.gains[-1] > 0
     surveyed = {step for step, shapes in inner.received if shapes}
     assert surveyed == set(range(0, 57, 4))
-    width = SpectrumSurvey().width([int(np.prod(shape)) for shape in SHAPES.values()])
+    width = len(SHAPES) * (1 + 2 * BINS)
     assert all(shapes == {0: (size, width)} for step, shapes in inner.received if shapes)
 
 
@@ -297,7 +297,7 @@ def test_what_matrices_lose_by_rank(shape, kind):
     survey = RankSurvey([Matrix(5, *shape, 2)], [(2, 6)])
     sizes = [5, matrix.size, 2]
     measured = np.stack([survey.measure(array, None, sizes, step) for step in (0, 1)])
-    assert measured.shape == (2, survey.width(sizes))
+    assert measured.shape == (2, 5)
     energy = np.square(values).sum()
     best = 2 * np.array([np.square(np.sort(values)[::-1][rank:]).sum() for rank in range(2, 7)])
     lost = measured.sum(axis=0, dtype=np.float64)
