@@ -67,7 +67,6 @@ class PlanTable:
     levels: NDArray[np.int64]  # by row
     kept: NDArray[np.float64]  # by level, the elements that it is expected to keep
     numel: int  # of the bucket
-    memory: list[int]  # by row, bytes besides gradient and residual
     candidates: Candidates | None = None  # the rows' predicted seconds; None if nothing can be measured
     _bound: dict[int, Scheme[Any]] = field(default_factory=dict)
 
@@ -363,43 +362,34 @@ def collectives_for(compressor: Compressor, group: Group, complete: bool = False
     return delivering or names
 
 
-def _table(
-    ladder: Sequence[tuple[Compressor, Sequence[str]]],
-    shape: Shape,
-    total_bytes: int,
-    group: Group,
-    num_optional: int,
-) -> PlanTable:
-    schemes, levels, memory = [], [], []
+def _table(ladder: Ladder, shape: Shape, total_bytes: int, group: Group, num_optional: int) -> PlanTable:
+    schemes: list[Scheme[Any]] = []
+    levels: list[int] = []
     for level, (compressor, names) in enumerate(ladder):
         of_level = [bind(compressor, name) for name in names]
-        fitting, needed = _fitting(of_level, shape, total_bytes, group, level < num_optional)
+        fitting = _fitting(of_level, shape, total_bytes, group, level < num_optional)
         schemes += fitting
-        memory += needed
         levels += [level] * len(fitting)
     kept = np.array([max(1, compressor.expected(shape.numel)) for compressor, _ in ladder], float)
-    return PlanTable(schemes, np.array(levels), kept, shape.numel, memory)
+    return PlanTable(schemes, np.array(levels), kept, shape.numel)
 
 
 def _fitting(
     schemes: Sequence[Scheme[Any]], shape: Shape, total_bytes: int, group: Group, may_be_empty: bool
-) -> tuple[list[Scheme[Any]], list[int]]:
-    """Return the schemes that need little memory, and their bytes in this bucket.
+) -> list[Scheme[Any]]:
+    """Return the schemes that need little memory; where none does, the one that needs least unless it ``may_be_empty``.
 
-    Where none does, the one that needs least, unless the result ``may_be_empty``. Held arrays are counted as if all
-    buckets ran the same scheme.
+    Held arrays are counted as if all buckets ran the same scheme.
     """
-    needed, everywhere = [], []
+    everywhere = []
     for scheme in schemes:
         by_view = [scheme.memory(shape.numel, shape.dtype, view) for view in sample_views(group)]
         scratch, held = (max(column) for column in zip(*by_view, strict=True))
-        needed.append(scratch + held)
         everywhere.append(scratch + held * total_bytes / max(1, shape.numel * shape.dtype.itemsize))
     dense = schemes[0].compressor == Dense()
     share, some = (_DENSE_SHARE, _DENSE_BYTES) if dense else (_MEMORY_SHARE, _MEMORY_BYTES)
     limit = max(share * total_bytes, some, 0 if may_be_empty else min(everywhere))
-    kept = [place for place, wanted in enumerate(everywhere) if wanted <= limit]
-    return [schemes[place] for place in kept], [needed[place] for place in kept]
+    return [scheme for scheme, wanted in zip(schemes, everywhere, strict=True) if wanted <= limit]
 
 
 def _nominal_seconds(table: PlanTable, shape: Shape, group: Group) -> NDArray[np.float64]:
