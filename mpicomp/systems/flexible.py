@@ -304,7 +304,7 @@ class Flexible(MeasuredPolicy):
         return abs(run.gain - run.reference) >= self.gain_threshold * run.reference
 
     def _compare_with_spectrum(self) -> bool:
-        """Note what borrowed indices gain of what the spectrum says; return whether that has changed."""
+        """Record the measured gain of borrowed indices over that of the spectrum; return whether it has changed."""
         option = self.current
         if option is None or option.kind not in _LEADER_KINDS or self._run.steps < self._window:
             return False

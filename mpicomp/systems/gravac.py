@@ -84,7 +84,7 @@ class _TimedStep(NamedTuple):
 
 @dataclass
 class _Search:
-    """What a checkpoint keeps; floor and candidate are levels, that is places in ``ratios``."""
+    """State of the search, for a checkpoint; floor and candidate are levels, that is places in ``ratios``."""
 
     ratios: list[float]
     floor: int

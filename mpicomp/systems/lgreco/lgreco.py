@@ -31,8 +31,8 @@ _SETTING_SPAN = 2.0  # the same for ranks and bits
 class SurveyPair:
     """The surveys of the inner policy and of this one, at least one of which is there."""
 
-    def __init__(self, inner: Survey | None, own: Survey | None) -> None:
-        self.inner, self._own = inner, own
+    def __init__(self, inner: Survey | None, outer: Survey | None) -> None:
+        self.inner, self._outer = inner, outer
         self.inner_size = 0
         """Length of the inner survey's result; known once it was measured, and the same on all ranks."""
 
@@ -42,8 +42,8 @@ class SurveyPair:
         none = np.empty(0, np.float32)
         inner = none if self.inner is None else self.inner.measure(accumulated, residual, sizes, step)
         self.inner_size = inner.size
-        own = none if self._own is None else self._own.measure(accumulated, residual, sizes, step)
-        return np.concatenate([inner, own])
+        outer = none if self._outer is None else self._outer.measure(accumulated, residual, sizes, step)
+        return np.concatenate([inner, outer])
 
 
 @register
