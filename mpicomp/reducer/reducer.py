@@ -568,13 +568,13 @@ class Reducer:
             total = sum(member.numel * member.work_dtype.itemsize for member in members)
             limit = yield from planner.bucket_limit(total, transport)
             layout.bucket_bytes = LARGE_BUCKET if limit is None else min(limit, LARGE_BUCKET)
+        once, before = log[first:], len(log)
         problem = None
         try:
             buckets = buckets or layout.make(members, step.inputs.gradients)
         except MemoryError as error:
             problem = no_memory(error, "reduce")
         yield from agree(None, problem, transport.group)
-        once, before = log[first:], len(log)
         layout.routes = yield from choose_routes([bucket.device for bucket in buckets], transport)
         routes, after = log[before:], len(log)
         yield from planner.start([bucket.shape for bucket in buckets], transport)
