@@ -4,6 +4,7 @@ import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -82,16 +83,12 @@ def _row(field: Field, error: float, limit_s: float, transport: Transport) -> di
     group = transport.group
     bound = error * float(gather(np.array([np.ptp(field)], np.float64), transport).max())
     result, summed = np.empty_like(field), np.empty_like(field)
-    add = add_over_mpi(transport)
     reducer = Reducer("dense", "ring", comm=transport, bucket_bytes=_RING_BUCKET)
-
-    def within_bound() -> Any:
-        return bounded_rounds(field, None, bound, "mean", result, group)
-
+    within_bound = partial(bounded_rounds, field, None, bound, "mean", result, group)
     calls: dict[str, Callable[[], object]] = {
         "median_s": lambda: transport.run(within_bound()),
         "ring_s": lambda: reducer.reduce({"field": field}),
-        "allreduce_s": lambda: add(field, summed),
+        "allreduce_s": lambda: add_over_mpi(transport, field, summed),
     }
     log = transport.log = []
     transport.run(within_bound())
@@ -99,7 +96,11 @@ def _row(field: Field, error: float, limit_s: float, transport: Transport) -> di
     for call in calls.values():  # kernels are compiled and connections opened
         call()
     samples: dict[str, list[float]] = {name: [] for name in calls}
-    while not _are_enough(samples, limit_s):
+    turns = 0
+    while turns < _MIN_TURNS or not (
+        sum(map(sum, samples.values())) > limit_s or (turns >= _ENOUGH_TURNS and all(map(is_narrow, samples.values())))
+    ):
+        turns += 1
         for name, call in calls.items():
             gather(np.zeros(1), transport)  # all begin at once
             begin = time.perf_counter()
@@ -109,7 +110,7 @@ def _row(field: Field, error: float, limit_s: float, transport: Transport) -> di
     reducer.close()
 
     exact = np.empty(field.size)
-    add(field.astype(np.float64), exact)
+    add_over_mpi(transport, field.astype(np.float64), exact)
     largest = float(np.abs(result - exact / group.size).max(initial=0))
     facts = gather(np.array([largest, zlib.crc32(result.view(np.uint8).data), sent], np.float64), transport)
     largest = float(facts[:, 0].max())
@@ -117,17 +118,9 @@ def _row(field: Field, error: float, limit_s: float, transport: Transport) -> di
     most_sent = float(facts[:, 2].max())
     return {
         "numel": field.size, "relative": error, "error": bound, "ranks": group.size, "hosts": transport.group.hosts,
-        **medians, "samples": len(samples["median_s"]), "wire_bytes": most_sent,
+        **medians, "samples": turns, "wire_bytes": most_sent,
         "wire_less": dense_ring_bytes(field.size, group.size) / most_sent if most_sent else None,
         "over_ring": medians["ring_s"] / medians["median_s"],
         "over_allreduce": medians["allreduce_s"] / medians["median_s"], "largest": largest / bound,
         "correct": largest <= bound and len(set(facts[:, 1].tolist())) == 1,
     }  # fmt: skip
-
-
-def _are_enough(samples: Mapping[str, Sequence[float]], limit_s: float) -> bool:
-    number = len(samples["median_s"])
-    if number < _MIN_TURNS:
-        return False
-    narrow = number >= _ENOUGH_TURNS and all(map(is_narrow, samples.values()))
-    return narrow or sum(map(sum, samples.values())) > limit_s

@@ -3,16 +3,16 @@
 import contextlib
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from mpicomp.bench.measure.exchanges import MPI, LibraryRunner, Plan, Residuals, Runner, in_turn
+from mpicomp.bench.measure.exchanges import MPI, Plan, Residuals, Runner, in_turn
 from mpicomp.bench.measure.feedback import Gradients
 from mpicomp.bench.measure.interleaved import without_garbage
 from mpicomp.bench.measure.intervals import INTERVAL_SAMPLES, is_narrow, ratio_interval
-from mpicomp.bench.measure.timed_plan import TimedPlan, differing_settings, rows_of
+from mpicomp.bench.measure.timed_plan import TimedPlan, rows_of
 
 from mpicomp.collectives import bind, variants
 from mpicomp.compressors import Compressor, Dense
@@ -59,9 +59,14 @@ def measure(
     """Measure everything, cell by cell. Collective."""
     bench = _Bench(settings, transport, model, print_root, device)
     found: list[dict[str, Any]] = []
-    with _without_warnings():
+    log = logging.getLogger("mpicomp.watch")
+    before = log.level
+    log.setLevel(logging.ERROR)  # no warnings of a training that falls behind: these gradients train nothing
+    try:
         for numel in settings.numels:
             found += bench.array(numel, lambda rows: done([*found, *rows]))  # noqa: B023, called before it changes
+    finally:
+        log.setLevel(before)
     return found
 
 
@@ -77,15 +82,7 @@ def plans_of(compressor: Compressor, names: Sequence[str] | None, flat: bool) ->
     return plans
 
 
-def may_choose(plan: Plan) -> bool:
-    """Return whether ``auto`` may run a plan of a compressor that was named: see `mpicomp.policies.Static`."""
-    others = (bind(plan.compressor, name).may_drop_selected for name in variants(plan.compressor))
-    return not bind(plan.compressor, plan.collective).may_drop_selected or all(others)
-
-
 class _Bench:
-    """Measures cell by cell with the same settings, transport, cost model and residuals."""
-
     def __init__(
         self,
         settings: Settings,
@@ -99,41 +96,39 @@ class _Bench:
         self.model = model
         self.print_root = print_root
         self.device = device
-        self.ranks, self.hosts = transport.group.size, transport.group.hosts
-        self.residuals = Residuals(transport.group.rank)
+        group = transport.group
+        self.where = {"ranks": group.size, "hosts": group.hosts, "device": "cpu" if device is HOST else "gpu"}
+        self.residuals = Residuals(group.rank)
         self.compiled: list[Plan] = []
 
     def array(self, numel: int, done: Callable[[list[dict[str, Any]]], None]) -> list[dict[str, Any]]:
-        settings = self.settings
-        flat = self.hosts in (1, self.ranks)
-        gradients = Gradients(numel, self.transport.group.rank, self.device)
+        settings, group = self.settings, self.transport.group
+        flat = group.hosts in (1, group.size)
+        gradients = Gradients(numel, group.rank, self.device)
         dense_plans = plans_of(Dense(), None, flat)
         named = plans_of(Dense(), settings.collectives, flat) if Dense() in settings.compressors else []
-        dense_plans += [plan for plan in named if plan not in dense_plans]
-        dense = self._expect(dense_plans, numel)
-        differences = differing_settings([compressor.get_config() for compressor in settings.compressors])
+        dense = self._expect([*dense_plans, *(plan for plan in named if plan not in dense_plans)], numel)
         others = []
-        for compressor, words in zip(settings.compressors, differences, strict=True):
+        for compressor in settings.compressors:
             late = compressor.bind([], [], warm_up=False)
             plans = plans_of(late, settings.collectives, flat) if compressor != Dense() else []
-            others.append(self._expect(plans, numel, words))
+            others.append(self._expect(plans, numel))
         everything = [*dense, *(timing for timings in others for timing in timings)]
         self._time_all(dense, everything, [], gradients)
-        library = [self._timed(Plan(Dense(), MPI), numel, "")] if self.device is HOST else []
+        library = [TimedPlan(Plan(Dense(), MPI), numel)] if self.device is HOST else []
         self._time_all(library, everything, dense, gradients)
-        rows = rows_of([*dense, *library], dense)
+        rows = rows_of([*dense, *library], dense, self.where)
         done(rows)
-        for compressor, words, timings in zip(settings.compressors, differences, others, strict=True):
+        for compressor, timings in zip(settings.compressors, others, strict=True):
             self._time_all(timings, [*dense, *timings], dense, gradients)
             if settings.auto:
-                fixed = [*dense, *timings]
-                timings.append(self._auto(Plan(compressor, AUTO), words, fixed, dense, library, gradients))
-            rows += rows_of(timings, dense)
+                timings.append(self._auto(compressor, [*dense, *timings], dense, library, gradients))
+            rows += rows_of(timings, dense, self.where)
             done(rows)
         return rows
 
-    def _expect(self, plans: Sequence[Plan], numel: int, settings: str = "") -> list[TimedPlan]:
-        timings = [self._timed(plan, numel, settings) for plan in plans]
+    def _expect(self, plans: Sequence[Plan], numel: int) -> list[TimedPlan]:
+        timings = [TimedPlan(plan, numel) for plan in plans]
         model = self._copy()
         if model is not None and plans:
             schemes = [bind(plan.compressor.bind([""], [numel]), plan.collective) for plan in plans]
@@ -165,7 +160,12 @@ class _Bench:
             self.print_root(f"{timing.title}: {timing.outcome}")
 
     def _time(self, timing: TimedPlan, best: float, gradients: Gradients) -> None:
-        self._compile(timing.plan)
+        if timing.plan not in self.compiled:
+            self.compiled.append(timing.plan)
+            short = self._runner(timing.plan, Gradients(_COMPILED_NUMEL, device=self.device), None)
+            short.step()
+            short.step()
+            short.close()
         timing.runner = runner = self._runner(timing.plan, gradients, self._copy())
         limit = self.settings.limit_s
         with without_garbage():
@@ -208,19 +208,18 @@ class _Bench:
 
     def _auto(
         self,
-        plan: Plan,
-        settings: str,
+        compressor: Compressor,
         fixed: Sequence[TimedPlan],
         dense: Sequence[TimedPlan],
         library: Sequence[TimedPlan],
         gradients: Gradients,
     ) -> TimedPlan:
         """Time ``auto`` in its steady state, in turn with the best plans and MPI's sum without a model."""
-        numel, limit = gradients.numel, self.settings.limit_s
-        choosable = [timing for timing in fixed if may_choose(timing.plan)]
-        best, best_dense = (min(timings, key=lambda timing: timing.median_s) for timings in (choosable, dense))
-        timing = self._timed(plan, numel, settings)
-        timing.runner = auto = self._runner(plan, gradients, self._copy())
+        limit = self.settings.limit_s
+        best = min((timing for timing in fixed if _may_choose(timing.plan)), key=lambda timing: timing.median_s)
+        best_dense = min(dense, key=lambda timing: timing.median_s)
+        timing = TimedPlan(Plan(compressor, AUTO), gradients.numel)
+        timing.runner = auto = self._runner(timing.plan, gradients, self._copy())
         plans = [best.plan]
         for other in (best_dense, *library):
             if other.plan not in plans and other.median_s <= _SLOW_FACTOR * best.median_s:
@@ -241,53 +240,44 @@ class _Bench:
             times = [runner.slowest()[first:] for runner, first in zip(runners, firsts, strict=True)]
             auto.step(check=True)
             auto.steps.pop()  # it was checked, not timed
-        best_s = float(np.median(times[1]))
-        retimed = best_dense.plan in plans
-        dense_s = float(np.median(times[1 + plans.index(best_dense.plan)])) if retimed else best_dense.median_s
-        medians = {plan.collective: float(np.median(seconds)) for plan, seconds in zip(plans, times[1:], strict=True)}
-        ran = auto.ran[timing.first : len(auto.steps)]
-        interval = ratio_interval(times[0], times[1])
+        medians = [float(np.median(seconds)) for seconds in times[1:]]
+        best_s = medians[0]
+        dense_s = medians[plans.index(best_dense.plan)] if best_dense.plan in plans else best_dense.median_s
+        low, high = ratio_interval(times[0], times[1]) or (None, None)
+        ran = Counter(step.plan for step in auto.ran[timing.first : len(auto.steps)])
         timing.facts = {
-            "chosen": Counter(ran).most_common(1)[0][0],
+            "chosen": ran.most_common(1)[0][0],
             "best": best.plan.name,
             "best_s": best_s,
             "regret": timing.median_s / best_s - 1,
-            "regret_low": None if interval is None else interval[0] - 1,
-            "regret_high": None if interval is None else interval[1] - 1,
+            "regret_low": None if low is None else low - 1,
+            "regret_high": None if high is None else high - 1,
             "best_dense": best_dense.plan.name,
             "best_dense_s": dense_s,
             "behind_dense": timing.median_s / dense_s - 1,
-            "mpi_s": medians.get(MPI),
+            "mpi_s": medians[-1] if plans[-1].collective == MPI else None,
         }
         for runner in runners:
             runner.close()
         self.print_root(f"{timing.title}: {timing.outcome}, ran {timing.facts['chosen']}, best is {best.plan.name}")
         return timing
 
-    def _compile(self, plan: Plan) -> None:
-        if plan not in self.compiled:
-            self.compiled.append(plan)
-            runner = self._runner(plan, Gradients(_COMPILED_NUMEL, device=self.device), None)
-            runner.step()
-            runner.step()
-            runner.close()
-
-    def _timed(self, plan: Plan, numel: int, settings: str) -> TimedPlan:
-        device = "cpu" if self.device is HOST else "gpu"
-        return TimedPlan(plan, numel, self.ranks, self.hosts, settings, device)
-
     def _runner(self, plan: Plan, gradients: Gradients, model: CostModel | None) -> Runner:
-        if plan.collective == MPI:
-            return LibraryRunner(gradients, self.transport)
         return Runner(plan, gradients, self.transport, self.residuals, model)
 
     def _copy(self) -> CostModel | None:
-        """Return a cost model that one plan may teach without another one's knowing."""
+        # Plans teach each their own.
         return None if self.model is None else CostModel.from_json(self.model.to_json())
 
 
+def _may_choose(plan: Plan) -> bool:
+    # As `mpicomp.policies.Static` does for a compressor that was named.
+    others = (bind(plan.compressor, name).may_drop_selected for name in variants(plan.compressor))
+    return not bind(plan.compressor, plan.collective).may_drop_selected or all(others)
+
+
 def _interleave(runners: Sequence[Runner], firsts: Sequence[int], limit_s: float) -> str:
-    """Time runners in turn until the first one's median is known well, or the time is over; return which."""
+    """Time runners in turn until their medians are known well, or the time is over; return which."""
     while True:
         samples = [runner.slowest()[first:] for runner, first in zip(runners, firsts, strict=True)]
         number = min(map(len, samples))
@@ -304,15 +294,3 @@ def _interleave(runners: Sequence[Runner], firsts: Sequence[int], limit_s: float
     for runner in runners:
         runner.catch_up()
     return stopped
-
-
-@contextlib.contextmanager
-def _without_warnings() -> Iterator[None]:
-    """Silence warnings of a training that loses progress: these gradients train nothing."""
-    log = logging.getLogger("mpicomp.watch")
-    before = log.level
-    log.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        log.setLevel(before)

@@ -18,35 +18,20 @@ def find() -> Found:
         return error
 
 
-def cupy_of(command: str) -> Any:
-    """Return the module cupy."""
+def device_on(command: str, found: Found | None = None) -> CudaDevice:
+    """Return a device on a GPU, which is made the current one; by default on the current one."""
+    cuda = _cupy(command).cuda
+    number = cuda.runtime.getDevice() if found is None else _number(command, found)
     try:
-        return importlib.import_module("cupy")
-    except ImportError as error:
-        raise ConfigurationError(
-            f"{command}: --device gpu needs CuPy ({error}); pip install 'mpicomp[cuda12]' or 'mpicomp[cuda13]'"
-        ) from error
-
-
-def device_on(command: str, found: Found) -> CudaDevice:
-    """Return a device on a GPU, which is made the current one."""
-    cupy = cupy_of(command)
-    number = _number(command, found)
-    try:
-        cupy.cuda.Device(number).use()
+        cuda.Device(number).use()
     except RuntimeError as error:  # CuPy's own is one
         raise ConfigurationError(f"{command}: --device gpu: {error}; use --device cpu") from error
     return cuda_device(number, False)
 
 
-def current_gpu(command: str) -> CudaDevice:
-    """Return the current GPU; see `device_on`."""
-    return device_on(command, cupy_of(command).cuda.runtime.getDevice())
-
-
 def device_name(command: str) -> str:
     """Return the name of the current GPU."""
-    runtime = cupy_of(command).cuda.runtime
+    runtime = _cupy(command).cuda.runtime
     try:
         if runtime.getDeviceCount() == 0:
             raise ConfigurationError(f"{command}: --device gpu: there is no GPU; use --device cpu")
@@ -69,12 +54,16 @@ def torch_device(command: str, found: Found) -> Any:
     return torch.device("cuda", number)
 
 
-def torch_name(device: Any) -> str:
-    """Return the name of torch's device of a GPU."""
-    return str(importlib.import_module("torch").cuda.get_device_name(device))
-
-
 def _number(command: str, found: Found) -> int:
     if isinstance(found, MpicompError):
         raise ConfigurationError(f"{command}: --device gpu: {found}; or use --device cpu")
     return found
+
+
+def _cupy(command: str) -> Any:
+    try:
+        return importlib.import_module("cupy")
+    except ImportError as error:
+        raise ConfigurationError(
+            f"{command}: --device gpu needs CuPy ({error}); pip install 'mpicomp[cuda12]' or 'mpicomp[cuda13]'"
+        ) from error

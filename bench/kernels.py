@@ -10,28 +10,11 @@ from typing import Any
 
 import numpy as np
 from mpicomp.bench.measure.feedback import DTYPE, POOL, Gradients, Selecting, Settled, make_bucket, write_plain
-from mpicomp.bench.measure.interleaved import Kernel, rows_of, take_turns
-from mpicomp.bench.timed_kernels import (
-    Argpartition,
-    Compress,
-    Copy,
-    Decode,
-    Pack,
-    Spectrum,
-    TorchTopk,
-    Unpack,
-)
+from mpicomp.bench.measure.interleaved import Kernel, take_turns
+from mpicomp.bench.timed_kernels import Argpartition, Compress, Copy, Decode, Pack, Spectrum, TorchTopk, Unpack
 from numpy.typing import NDArray
 
-from mpicomp.compressors import (
-    Compressor,
-    Context,
-    Quantiser,
-    Sparsifier,
-    TopK,
-    compressor_class,
-    list_compressors,
-)
+from mpicomp.compressors import Compressor, Context, Quantiser, Sparsifier, TopK, compressor_class, list_compressors
 from mpicomp.errors import ConfigurationError
 from mpicomp.gpu import HOST, Device
 from mpicomp.mpi.rounds import Group
@@ -94,19 +77,15 @@ def measure(settings: Settings, device: Device = HOST) -> list[dict[str, Any]]:
     training.
     """
     with device.active():
-        gradients = Gradients(settings.numel, device=device)
-        copy = Copy("memcpy", gradients, threads=None if device.number is not None else 1)
-        if device.number is None:
-            measured = list(_host_kernels(settings, gradients))
-        else:
-            measured = list(_gpu_kernels(settings, gradients))
+        numel, on_host = settings.numel, device.number is None
+        gradients = Gradients(numel, device=device)
+        copy = Copy("memcpy", gradients, threads=1 if on_host else None)
+        measured = list((_host_kernels if on_host else _gpu_kernels)(settings, gradients))
         for kernel in measured:
             kernel.warm()
-        if device.number is None:
-            take_turns(measured, copy, settings.repeats)
-            return rows_of(measured, copy, settings.numel)
-        take_turns(measured, copy, settings.repeats, _event_clock)
-        rows = rows_of(measured, copy, settings.numel)
+        if on_host:
+            return take_turns(measured, copy, numel, settings.repeats)
+        rows = take_turns(measured, copy, numel, settings.repeats, _event_clock)
         copies = math.ceil(_AHEAD_S / rows[0]["median_s"])
 
         def busy_clock(kernel: Kernel) -> float:
@@ -114,9 +93,7 @@ def measure(settings: Settings, device: Device = HOST) -> list[dict[str, Any]]:
                 copy.run()
             return _event_clock(kernel)
 
-        copy.reset()
-        take_turns(measured, copy, settings.repeats, busy_clock)
-        for row, queued in zip(rows, rows_of(measured, copy, settings.numel), strict=True):
+        for row, queued in zip(rows, take_turns(measured, copy, numel, settings.repeats, busy_clock), strict=True):
             row |= {"behind_s": queued["median_s"], "behind_copies": queued["copies"]}
         return rows
 
@@ -132,7 +109,6 @@ def _event_clock(kernel: Kernel) -> float:
 
 
 def _host_kernels(settings: Settings, gradients: Gradients) -> Iterator[Kernel]:
-    """Yield compressors, which share buckets and workspaces, and kernels on the inputs that exact top-k leads to."""
     short = Gradients(min(_SETTLING_NUMEL, settings.numel), seed=1)
     numel, threads = settings.numel, settings.threads
     buckets: dict[Any, Bucket] = {}
@@ -166,7 +142,6 @@ def _host_kernels(settings: Settings, gradients: Gradients) -> Iterator[Kernel]:
 
 
 def _gpu_kernels(settings: Settings, gradients: Gradients) -> Iterator[Kernel]:
-    """Yield compressors, each with a bucket of its own, and kernels on the inputs that exact top-k leads to."""
     device, numel = gradients.device, gradients.numel
     for compressor in settings.compressors:
         yield compress_on_gpu(compressor, gradients)
@@ -192,9 +167,9 @@ def compress_on_gpu(compressor: Compressor, gradients: Gradients) -> Compress:
 
 
 def _torch_topk(array: Any, k: int, device: Device, ratio: float, threads: int | None) -> Iterable[Kernel]:
-    if importlib.util.find_spec("torch") is None:
-        return []
-    if device.number is not None and not importlib.import_module("torch").cuda.is_available():
+    if importlib.util.find_spec("torch") is None or (
+        device.number is not None and not importlib.import_module("torch").cuda.is_available()
+    ):
         return []
     return [TorchTopk("torch.topk", array, k, device, ratio=ratio, threads=threads)]
 
@@ -202,7 +177,7 @@ def _torch_topk(array: Any, k: int, device: Device, ratio: float, threads: int |
 def _rank_messages(
     ratio: float, gradients: Gradients, short: Gradients
 ) -> tuple[NDArray[np.float32], int, list[NDArray[np.uint8]]]:
-    """Return the accumulated gradient and the kept elements of the last rank, and the messages of all."""
+    # The accumulated gradient and the kept elements of the last rank, and the messages of all.
     numel, compressor = gradients.numel, TopK(ratio=ratio)
     settled = Settled(compressor, short)
     bucket = make_bucket(numel, compressor, True)
@@ -216,7 +191,7 @@ def _rank_messages(
 
 
 def _step_messages(ratio: float, gradients: Gradients) -> tuple[Any, int, list[Any]]:
-    """Return an accumulated gradient, its kept elements, and messages of one rank's steps, unlike as ranks' are."""
+    # An accumulated gradient, its kept elements, and messages of one rank's steps, unlike as ranks' are.
     kernel = compress_on_gpu(TopK(ratio=ratio), gradients)
     kernel.warm()
     compressor, context, messages = kernel.selecting.compressor, kernel.selecting.context, []

@@ -150,6 +150,8 @@ def _check_torchft(exchange: str) -> None:
 class DDPReplica(Replica):
     """A replica that PyTorch's DistributedDataParallel averages, with the communication hook of an exchange's name."""
 
+    overlaps = True
+
     def __init__(self, exchange: str, task: Task, transport: Transport, steps: int, device: torch.device = CPU) -> None:
         super().__init__(task, transport.group, steps, device)
         self._powersgd: PowerSGDState | None = None
@@ -165,17 +167,15 @@ class DDPReplica(Replica):
             self._powersgd = PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=2)
             self.network.register_comm_hook(self._powersgd, powerSGD_hook)
 
-    @property
-    def overlaps(self) -> bool:
-        return True
-
-    @property
-    def wire_bytes(self) -> float:
-        """Bytes of a ring, which gloo uses and does not count."""
+    def step(self, loss: torch.Tensor) -> tuple[float, float, float]:
+        ends = super().step(loss)
         state, fraction = self._powersgd, self._wire_fraction
         if state is not None and state.total_numel_before_compression:
             fraction = state.total_numel_after_compression / state.total_numel_before_compression
-        return fraction * dense_ring_bytes(self.numel, self.group.size)
+        self.wire_bytes = fraction * dense_ring_bytes(
+            self.numel, self.group.size
+        )  # gloo's way, which it does not count
+        return ends
 
 
 class DiLoCoReplica(Replica):
@@ -202,12 +202,9 @@ class DiLoCoReplica(Replica):
 
     def step(self, loss: torch.Tensor) -> tuple[float, float, float]:
         self._steps += 1
+        exchanges = self._steps % self._every == 0
+        self.wire_bytes = float(dense_ring_bytes(self.numel, self.group.size)) if exchanges else 0.0
         return super().step(loss)
-
-    @property
-    def wire_bytes(self) -> float:
-        """Bytes of a ring, which gloo uses and does not count."""
-        return 0.0 if self._steps % self._every else float(dense_ring_bytes(self.numel, self.group.size))
 
     def close(self) -> None:
         self._hooks.__exit__(None, None, None)

@@ -32,7 +32,7 @@ class Copy(Kernel):
 
     def __post_init__(self) -> None:
         self._out = self.gradients.device.zeros(self.gradients.numel, DTYPE)
-        self._source = self.gradients.fresh()
+        self.prepare()
 
     def prepare(self) -> None:
         self._source = self.gradients.fresh()
@@ -52,17 +52,13 @@ class Compress(Kernel):
     """The residual of a bucket that other compressors use in turn; None for a bucket of this one alone."""
 
     def __post_init__(self) -> None:
-        self._kept: list[int] = []
+        self.config = self.selecting.compressor.get_config()
         self.gradient = self.gradients.fresh()
 
     def warm(self) -> None:
         for _ in range(steps_to_settle(self.selecting.compressor) if self.settled is None else _WARM_STEPS):
             self.prepare()
             self.run()
-
-    def reset(self) -> None:
-        super().reset()
-        self._kept.clear()
 
     def prepare(self) -> None:
         if self.settled is not None:
@@ -71,11 +67,7 @@ class Compress(Kernel):
         self.gradient = self.gradients.fresh()
 
     def run(self) -> None:
-        self._kept.append(self.selecting.step(self.bucket, self.gradient, message=True))
-
-    def facts(self) -> dict[str, Any]:
-        reached = float(np.mean(self._kept)) / self.gradients.numel
-        return {"ratio_reached": reached, "config": self.selecting.compressor.get_config()}
+        self.kept.append(self.selecting.step(self.bucket, self.gradient, message=True))
 
 
 @dataclass
@@ -87,6 +79,7 @@ class Pack(Kernel):
     workspace: Workspace
 
     def __post_init__(self) -> None:
+        self.config = self.compressor.get_config()
         self.message = np.zeros(self.compressor.packed_bytes(self.gradients.numel), np.uint8)
         self._calls = 0
         self._array = self.gradients.fresh()
@@ -100,9 +93,6 @@ class Pack(Kernel):
         sent = self.workspace.array("sent", self._array.size, DTYPE)
         self.compressor.pack(self._array, self.message, sent, key=self._calls)
 
-    def facts(self) -> dict[str, Any]:
-        return {"config": self.compressor.get_config()}
-
 
 @dataclass
 class Unpack(Kernel):
@@ -112,6 +102,7 @@ class Unpack(Kernel):
     ranks: int
 
     def warm(self) -> None:
+        self.config = self.packing.config
         self.packing.workspace.array("mean", self.packing.gradients.numel, DTYPE)[:] = 0
         self._messages = np.tile(self.packing.message, (self.ranks, 1))
         super().warm()
@@ -119,9 +110,6 @@ class Unpack(Kernel):
     def run(self) -> None:
         mean = self.packing.workspace.array("mean", self.packing.gradients.numel, DTYPE)
         self.packing.compressor.unpack_add_all(self._messages, slice(0, self._messages.shape[1]), 1 / self.ranks, mean)
-
-    def facts(self) -> dict[str, Any]:
-        return self.packing.facts()
 
 
 @dataclass
@@ -193,16 +181,15 @@ class TorchTopk(Kernel):
 
     @contextlib.contextmanager
     def _stream(self) -> Iterator[None]:
+        torch = self._torch
         if self.device.number is not None:
-            with self._torch.cuda.stream(
-                self._torch.cuda.ExternalStream(self.device.stream.ptr, device=self.device.number)
-            ):
+            with torch.cuda.stream(torch.cuda.ExternalStream(self.device.stream.ptr, device=self.device.number)):
                 yield
             return
-        before = self._torch.get_num_threads()
-        self._torch.set_num_threads(self.threads)
+        before = torch.get_num_threads()
+        torch.set_num_threads(self.threads)
         yield
-        self._torch.set_num_threads(before)
+        torch.set_num_threads(before)
 
     def run(self) -> None:
         with self._stream():

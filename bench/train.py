@@ -4,7 +4,6 @@ import contextlib
 import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,11 +12,10 @@ from mpicomp.bench.measure.chosen_plans import Choices, Ran, chosen_table, leadi
 from mpicomp.bench.measure.metrics import MetricsWriter
 from mpicomp.bench.measure.probe import Probe, probe, probe_dense
 from mpicomp.bench.measure.progress import Progress
-from mpicomp.bench.measure.run_fields import RunObject
-from mpicomp.bench.measure.timings import PHASES, Slowest, gather, means_between, medians, of_slowest
+from mpicomp.bench.measure.run_fields import PHASES, RunObject
+from mpicomp.bench.measure.timings import Slowest, gather, means_between
 from mpicomp.bench.tasks import Task
 from mpicomp.bench.trainer import CPU, MpicompReplica, StepTimes, threads_of_rank, train
-from numpy.typing import NDArray
 
 from mpicomp.checkpoint import load_checkpoint, save_checkpoint
 from mpicomp.compressors import Compressor, Dense
@@ -27,7 +25,6 @@ from mpicomp.mpi.rounds import dense_ring_bytes
 from mpicomp.policies import Policy
 from mpicomp.policies.forecast import advice
 from mpicomp.policies.schedule import read_warmup
-from mpicomp.reducer import StepRecord
 from mpicomp.reducer.trace import trace
 from mpicomp.torch import shard_mesh
 from mpicomp.torch.plan_recorder import job_of
@@ -52,12 +49,12 @@ class Checkpoints:
         saved = load_checkpoint(self.folder, comm=transport)
         if saved is None:
             return 0
-        ours, theirs = self._of(task), saved["run"]
-        for name in ours:
-            if theirs.get(name) != ours[name]:
+        for name, ours in ({"task": task.name} | self._run).items():
+            theirs = saved["run"].get(name)
+            if theirs != ours:
                 raise ConfigurationError(
-                    f"train: the checkpoint in '{self.folder}' is of a run with {name} {theirs.get(name)}, and this "
-                    f"one has {ours[name]}; name another folder, or start the command that wrote it"
+                    f"train: the checkpoint in '{self.folder}' is of a run with {name} {theirs}, and this one has "
+                    f"{ours}; name another folder, or start the command that wrote it"
                 )
         replica.model.load_state_dict(saved["model"])
         replica.optimizer.load_state_dict(saved["optimizer"])
@@ -75,7 +72,7 @@ class Checkpoints:
         if replica.exchanges_updates:
             replica.optimizer.synchronize()
         state = {
-            "run": self._of(task),
+            "run": {"task": task.name} | self._run,
             "step": step,
             "model": replica.model.state_dict(),
             "optimizer": replica.optimizer.state_dict(),
@@ -84,9 +81,6 @@ class Checkpoints:
         }
         save_checkpoint(self.folder, state, comm=transport)
         self._due = False
-
-    def _of(self, task: Task) -> dict[str, Any]:
-        return {"task": task.name} | self._run
 
 
 @dataclass(frozen=True)
@@ -116,17 +110,12 @@ class Settings:
         return 1 if self.updates is None or self.updates["sync_every"] == AUTO else int(self.updates["sync_every"])
 
     @property
-    def adapts(self) -> bool:
-        return self.policy.id != "static"
-
-    @property
     def changes(self) -> bool:
         """Whether the second half of a run may use other plans than the first."""
-        if self.warmup:
+        if self.warmup or self.policy.id != "static":
             return True
-        if self.adapts or self.compressor is None:
-            return self.adapts
-        return self.compressor.bind([], [], warm_up=False).get_config() != self.compressor.get_config()
+        one = self.compressor
+        return one is not None and one.bind([], [], warm_up=False).get_config() != one.get_config()
 
 
 @dataclass(frozen=True)
@@ -146,7 +135,24 @@ def train_measured(
 ) -> "Trained | Stopped":
     """Train a task, to its end or until ranks are asked to stop. Collective over the transport's ranks."""
     torch.set_num_threads(threads_of_rank(transport.cores))
-    replica = _replica(task, settings, transport, device)
+    # Phases are to add up to the step, so nothing overlaps.
+    of_gradients = {"overlap": False} if settings.updates is None else {}
+    replica = MpicompReplica(
+        task,
+        transport,
+        settings.steps,
+        device,
+        updates=settings.updates,
+        lr_scale=settings.lr_scale,
+        mesh=None if settings.shard == 1 else shard_mesh(settings.shard, device.type, transport),
+        compressor=settings.compressor,
+        collective=settings.collective,
+        policy=settings.policy,
+        seed=settings.seed,
+        warmup=settings.warmup,
+        on_failure=settings.on_failure,
+        **of_gradients,
+    )
     first = 0
     if settings.checkpoints is not None:
         first = settings.checkpoints.load(task, replica, transport)
@@ -169,7 +175,8 @@ def train_measured(
             quality = _quality(task, replica, transport, settings, task.glance)
         if metrics.wanted:
             fields = {"step": step, "seconds": times.seconds, "phases_s": phases, "loss": times.loss}
-            metrics.write(partial(_line, record, fields | {"quality": quality}))
+            fields["quality"] = quality
+            metrics.write(lambda: record.to_json() | fields)
         progress.step(step, times.loss, times.seconds, record, quality)
         saves = settings.checkpoints
         if saves is None or step + 1 == settings.steps:
@@ -200,27 +207,6 @@ def train_measured(
     if settings.shard > 1:
         replica.close()
     return trained
-
-
-def _replica(task: Task, settings: Settings, transport: Transport, device: torch.device) -> MpicompReplica:
-    # Phases are to add up to the step, so nothing overlaps.
-    of_gradients = {"overlap": False} if settings.updates is None else {}
-    return MpicompReplica(
-        task,
-        transport,
-        settings.steps,
-        device,
-        updates=settings.updates,
-        lr_scale=settings.lr_scale,
-        mesh=None if settings.shard == 1 else shard_mesh(settings.shard, device.type, transport),
-        compressor=settings.compressor,
-        collective=settings.collective,
-        policy=settings.policy,
-        seed=settings.seed,
-        warmup=settings.warmup,
-        on_failure=settings.on_failure,
-        **of_gradients,
-    )
 
 
 class _Recording:
@@ -281,7 +267,8 @@ class _Recording:
         made = settings.steps - self._first
         skipped = min(_MAX_START_STEPS, made // 4)
         means = means_between(ends, gather(np.array(self._rows), transport))
-        slowest_rows = of_slowest(means.repeat(np.diff(ends, prepend=0), axis=1))
+        everyones = means.repeat(np.diff(ends, prepend=0), axis=1)
+        slowest_rows = everyones[everyones[:, :, 0].argmax(axis=0), np.arange(everyones.shape[1])]
         timed = means[:, np.searchsorted(ends, skipped, side="right") :]
         warmup_steps = self._warmup_steps - self._first
         half = max(made // 2, warmup_steps if warmup_steps < made else 0)
@@ -292,10 +279,14 @@ class _Recording:
         delay = choices.delay(before_half)
         if not reducer.feedback and delay != 0:
             delay = None
-        if settings.adapts:
+        adapts = settings.policy.id != "static"
+        if adapts:
             plan = leading(late_plans)
             compressor, collective = plan.compressor, plan.collective
-            probed, named, cost = _for_any_names(plan), collective, None
+            probed, named, cost = compressor, collective, None
+            if getattr(compressor, "layers", None):  # one overall ratio in place of those per layer
+                ratio = {"ratio": plan.ratio_reached} if compressor.selects_by_ratio else {}
+                probed = replace(compressor, layers=None, **ratio)  # type: ignore[call-arg]
         else:
             compressor, ran = reducer.compressor, list(self._collectives)
             collective = ran[0] if len(ran) == 1 else settings.collective
@@ -303,18 +294,31 @@ class _Recording:
         late_step_s = float(np.median(late_rows[:, 0]))
         exchange_probe = dense_probe = exchange_s = dense_step_s = advised = None
         if settings.probes:
-            there: dict[str, Any] = {"bring": self._bring, "wait": replica.finish}
+            device = replica.device
+            bring = np.asarray if device.type == "cpu" else lambda array: torch.from_numpy(array).to(device)
+            there: dict[str, Any] = {"bring": bring, "wait": replica.finish}
             steady = probed.bind([], [], warm_up=False)
             exchange_probe = probe(steady, named, replica.numel, between, cost=cost, **there)
             dense_probe = probe_dense(replica.numel, between, **there)
-            every = made / len(ends)
-            exchange_s, dense_step_s = estimate(late_step_s, medians(late_rows), exchange_probe, dense_probe, every)
+            phases = _medians(late_rows)
+            exchange_s, dense_step_s = estimate(late_step_s, phases, exchange_probe, dense_probe, made / len(ends))
             advised = advice_of_run(replica, dense_step_s - dense_probe.seconds, late_step_s)
         sent, wire, dense_wire = gather(self._bytes, transport).mean(axis=0).round().astype(int).tolist()
         slowest = Slowest.of(timed[:, :, 0] - timed[:, :, 1 + PHASES.index("exchange")])
         plans, parameters = choices.plans(), sum(parameter.numel() for parameter in replica.parameters)
         run = RunObject(
-            **self._settings_of_run(task),
+            task=task.name,
+            shard=settings.shard,
+            policy=settings.policy.id,
+            policy_config=settings.policy.get_config(),
+            exchange="gradients" if settings.updates is None else "updates",
+            updates=settings.updates,
+            lr_scale=settings.lr_scale,
+            warmup=settings.warmup,
+            steps=settings.steps,
+            resumed_at=self._first,
+            seed=settings.seed,
+            quality={"name": task.quality_name, "value": np.nan, "better": task.better},
             compressor=compressor.id,
             compressor_config=compressor.get_config(),
             ratio=getattr(compressor, "ratio", 1.0),
@@ -323,7 +327,7 @@ class _Recording:
             hosts=transport.group.hosts,
             parameters=parameters,
             median_step_s=float(np.median(timed_rows[:, 0])),
-            phases_s=medians(timed_rows),
+            phases_s=_medians(timed_rows),
             choosing_s=float(timed_rows[:, -1].mean()),
             exchange_s=exchange_s,
             dense_exchange_s=None if dense_probe is None else dense_probe.seconds,
@@ -344,52 +348,23 @@ class _Recording:
             once_bytes=self._once_bytes,
         )  # fmt: skip
         return Trained(
-            run, settings.adapts, compressor, made - skipped, late_step_s, plans, late_plans, exchange_probe,
+            run, adapts, compressor, made - skipped, late_step_s, plans, late_plans, exchange_probe,
             dense_probe, slowest, advised,
         )  # fmt: skip
-
-    def _settings_of_run(self, task: Task) -> dict[str, Any]:
-        settings = self._settings
-        return {
-            "task": task.name,
-            "shard": settings.shard,
-            "policy": settings.policy.id,
-            "policy_config": settings.policy.get_config(),
-            "exchange": "gradients" if settings.updates is None else "updates",
-            "updates": settings.updates,
-            "lr_scale": settings.lr_scale,
-            "warmup": settings.warmup,
-            "steps": settings.steps,
-            "resumed_at": self._first,
-            "seed": settings.seed,
-            "quality": {"name": task.quality_name, "value": np.nan, "better": task.better},
-        }
-
-    def _bring(self, array: NDArray[np.float32]) -> Any:
-        device = self._replica.device
-        return torch.from_numpy(array).to(device) if device.type == "cuda" else array
-
-
-def _for_any_names(plan: Ran) -> Compressor:
-    """Return the plan's compressor with one overall ratio in place of ratios per layer."""
-    if not getattr(plan.compressor, "layers", None):
-        return plan.compressor
-    ratio = {"ratio": plan.ratio_reached} if plan.compressor.selects_by_ratio else {}
-    return replace(plan.compressor, layers=None, **ratio)  # type: ignore[call-arg]
-
-
-def _line(record: StepRecord, fields: dict[str, Any]) -> dict[str, Any]:
-    return record.to_json() | fields
 
 
 def _quality(
     task: Task, replica: MpicompReplica, transport: Transport, settings: Settings, share: float = 1.0
 ) -> float:
-    """Return the quality on held-out data on rank 0, for which the others wait, and NaN on them. Collective."""
+    # On rank 0, for which the others wait, and NaN on them.
     everywhere = settings.shard > 1  # shards of all ranks are needed
     quality = task.evaluate(replica.model, share) if everywhere or transport.group.rank == 0 else float("nan")
     gather(np.zeros(1), transport)
     return quality
+
+
+def _medians(rows: np.ndarray) -> dict[str, float]:
+    return {name: float(np.median(rows[:, place])) for place, name in enumerate(PHASES, 1)}
 
 
 @dataclass
@@ -437,10 +412,16 @@ def judge(trained: Trained, dense: RunObject | None = None) -> str:
     run = trained.run
     if run.ranks == 1:
         return "one rank: nothing was exchanged, so there was nothing to gain; start it with mpiexec -n 4"
-    compressed = [plan.share for plan in trained.late_plans if not _is_exact(plan.compressor)]
     parts = [_judge_seconds(trained)]
-    if sum(compressed) >= 1 - _ALWAYS:
-        parts.append(_late(run.delay, dense is not None))
+    if sum(plan.share for plan in trained.late_plans if plan.compressor != Dense()) >= 1 - _ALWAYS:
+        delay = run.delay
+        if delay is None:
+            parts.append("no delay to measure, since there is no error feedback")
+        else:
+            steps = "under 0.01" if 0 < delay < 0.01 else f"{delay:.0f}" if delay >= 10 else f"{delay:.2g}"
+            parts.append(f"delay {steps} steps: gradient energy that waits in residuals, counted in steps")
+        if dense is None:
+            parts.append("quality was not compared with dense exchange")
     if dense is not None:
         parts.append(
             f"{run.quality['name']} {run.quality['value']:.4f}, and {dense.quality['value']:.4f} with dense exchange "
@@ -458,32 +439,12 @@ def judge(trained: Trained, dense: RunObject | None = None) -> str:
     return "; ".join(parts)
 
 
-def _is_exact(compressor: Compressor) -> bool:
-    return compressor == Dense()
-
-
-def _late(delay: float | None, compared: bool) -> str:
-    """Return the delay of gradients in words, with the note that quality was not compared where it was not."""
-    late = (
-        "no delay to measure, since there is no error feedback"
-        if delay is None
-        else f"delay {_steps(delay)} steps: gradient energy that waits in residuals, counted in steps"
-    )
-    return late if compared else f"{late}; quality was not compared with dense exchange"
-
-
-def _steps(delay: float) -> str:
-    if 0 < delay < 0.01:
-        return "under 0.01"
-    return f"{delay:.0f}" if delay >= 10 else f"{delay:.2g}"
-
-
 def _judge_seconds(trained: Trained) -> str:
     run, step_s = trained.run, trained.late_step_s
     times = run.dense_wire_bytes / run.wire_bytes if run.wire_bytes else float("inf")
     dense = run.dense_step_s
     fewer = f"{times:.1f} times fewer bytes left each rank than with a dense ring"
-    if _is_exact(trained.compressor):
+    if trained.compressor == Dense():
         if not trained.adapts:
             return f"dense exchange: nothing was compressed; a step took {step_s:.3f} s"
         share = sum(plan.share for plan in trained.late_plans if plan.compressor.message == "dense")
@@ -496,8 +457,9 @@ def _judge_seconds(trained: Trained) -> str:
         return f"none, since no dense exchange was measured: a step took {step_s:.3f} s, and {fewer}"
     ratio = dense / step_s
     if ratio > 1 + _NOISE:
+        faster = f"{ratio:.1f} times faster" if ratio >= 2 else f"{100 * (ratio - 1):.0f} % faster"
         return (
-            f"compression paid in seconds: a step took {step_s:.3f} s, {_faster(ratio)} than "
+            f"compression paid in seconds: a step took {step_s:.3f} s, {faster} than "
             f"the {dense:.3f} s with a dense exchange here, and {fewer}"
         )
     if ratio < 1 - _NOISE:
@@ -506,10 +468,6 @@ def _judge_seconds(trained: Trained) -> str:
             f"{dense:.3f} s here, although {fewer}; use --compressor dense on this network"
         )
     return f"compression made no difference to the time of a step ({step_s:.3f} s), and {fewer}"
-
-
-def _faster(ratio: float) -> str:
-    return f"{ratio:.1f} times faster" if ratio >= 2 else f"{100 * (ratio - 1):.0f} % faster"
 
 
 def table(trained: Trained) -> str:

@@ -59,6 +59,11 @@ def train(
 class Replica:
     """Model and optimizer of one rank, which steps without an exchange; of a ``mesh`` each rank holds a shard."""
 
+    overlaps = False  # whether an exchange begins during backward
+    record: StepRecord | None = None  # mpicomp's of the last step, empty where nothing was exchanged
+    wire_bytes = 0.0  # that left this rank in the last step
+    phases_s: Mapping[str, float] | None = None  # seconds of the last step's exchange, where they are known
+
     def __init__(
         self,
         task: Task,
@@ -77,6 +82,7 @@ class Replica:
         if mesh is not None:
             shard(self.model, mesh)
         self.parameters = list(self.model.parameters())
+        self.numel = sum(local_of(parameter).numel() for parameter in self.parameters)  # that this rank exchanges
         self.network = self.model
         self.optimizer: Any = (
             muon_and_adamw(list(self.model.named_parameters()), self.model) if muon else task.optimizer(self.model)
@@ -84,26 +90,6 @@ class Replica:
         for parameters in self.optimizer.param_groups:
             parameters["lr"] *= lr_scale
         self.updater = Updater(task, self.optimizer, steps)
-
-    @property
-    def overlaps(self) -> bool:
-        """Whether an exchange begins during backward."""
-        return False
-
-    @property
-    def wire_bytes(self) -> float:
-        """Bytes that left this rank in the last step."""
-        return 0.0
-
-    @property
-    def phases_s(self) -> Mapping[str, float] | None:
-        """Seconds of the last step's exchange by phase; None where they are not known."""
-        return None
-
-    @property
-    def numel(self) -> int:
-        """Number of elements that this rank holds, and exchanges."""
-        return sum(local_of(parameter).numel() for parameter in self.parameters)
 
     def step(self, loss: torch.Tensor) -> tuple[float, float, float]:
         """Go backward, exchange and update; return when each ended."""
@@ -172,25 +158,15 @@ class MpicompReplica(Replica):
         wrap: Any = DistributedOptimizer if updates is None else UpdateOptimizer
         self.optimizer = wrap(self.optimizer, **settings, **of_updates)
         self.updater = Updater(task, self.optimizer, steps)
-        self.record = StepRecord(0)  # of the last step; empty where nothing was exchanged
-
-    @property
-    def overlaps(self) -> bool:
-        return bool(getattr(self.optimizer, "overlaps", False))  # an optimizer of updates has none
-
-    @property
-    def wire_bytes(self) -> float:
-        return float(self.record.wire_bytes)
-
-    @property
-    def phases_s(self) -> Mapping[str, float]:
-        return self.record.phases_s
+        self.record: StepRecord = StepRecord(0)
+        self.overlaps = bool(getattr(self.optimizer, "overlaps", False))  # an optimizer of updates has none
 
     def step(self, loss: torch.Tensor) -> tuple[float, float, float]:
         before = self.optimizer.reducer.last_step
         ends = super().step(loss)
         last = self.optimizer.reducer.last_step
-        self.record = StepRecord(0) if last is before else last
+        self.record = record = StepRecord(0) if last is before else last
+        self.wire_bytes, self.phases_s = float(record.wire_bytes), record.phases_s
         return ends
 
     def synchronize(self) -> None:

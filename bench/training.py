@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypedDict
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from mpicomp.bench.measure.intervals import block_interval
@@ -37,45 +37,44 @@ of a processor's time, and the seconds of the phases of its exchange, NaN where 
 FIELDS = 8  # numbers that a rank reports of a step
 
 
-class TrainingRow(TypedDict):
-    """A row of ``bench training``."""
-
-    task: Annotated[str, "name of the task"]
-    ranks: Annotated[int, "that took part"]
-    hosts: Annotated[int, "that they are on"]
-    parameters: Annotated[int, "of the model, float32"]
-    batch_size: Annotated[int, "samples of a rank in a step"]
-    seed: Annotated[int, "of the model, the batches and the schemes"]
-    warm_up: Annotated[int, "steps that do not count"]
-    quality_name: Annotated[str, "name of `quality`"]
-    exchange: Annotated[str, "the name in `--exchange`"]
-    compressor: Annotated[str | None, "name; null where none was named"]
-    ratio: Annotated[float | None, "kept fraction that was asked for; null where there is none"]
-    collective: Annotated[str | None, "the one requested; null for `none` and for DDP"]
-    overlap: Annotated[bool, "whether it begins during backward"]
-    ran: Annotated[str | None, "the plan that most buckets and steps ran; null for `none` and for DDP"]
-    blocks: Annotated[int, "in which the steps that count were done"]
-    steps: Annotated[int, "that count"]
-    median_s: Annotated[float, "median of the samples"]
-    low_s: Annotated[float | None, "lower end of its 95 % interval"]
-    high_s: Annotated[float | None, "its upper end"]
-    mean_s: Annotated[float, "mean of the samples"]
-    p95_s: Annotated[float, "95 % of the samples took no longer"]
-    samples_per_s: Annotated[float, "of all ranks: `batch_size ranks / median_s`"]
-    forward_s: Annotated[float, "median: batch and forward"]
-    backward_s: Annotated[float, "median: backward, and the part of the exchange during it"]
-    after_s: Annotated[float, "median: from the end of backward to the end of the step"]
-    phases_s: Annotated[
-        dict[str, float] | None, "medians: `compress`, `exchange` with waiting, `decode`; null where unknown"
-    ]
-    processor_s: Annotated[float, "processor time of a rank in a step, all its threads; mean over ranks and steps"]
-    wire_bytes: Annotated[float, "that left a rank in a step, mean; of DDP those of a ring, which is gloo's way"]
-    link_bytes: Annotated[float | None, "that left a host's eth0 in a step, with headers; null outside a lab"]
-    replicas_equal: Annotated[bool, "whether all ranks ended with the same parameters, bit for bit"]
-    quality: Annotated[float | None, "on held-out data, after all steps; null where ranks differ"]
-    of_none: Annotated[float | None, "`median_s` of `none` over this one; null where `none` was not run"]
-    of_none_low: Annotated[float | None, "lower end of its 95 % interval"]
-    of_none_high: Annotated[float | None, "its upper end"]
+_MAYBE = "number or null"
+TRAINING_ROW = {
+    "task": ("string", "name of the task"),
+    "ranks": ("integer", "that took part"),
+    "hosts": ("integer", "that they are on"),
+    "parameters": ("integer", "of the model, float32"),
+    "batch_size": ("integer", "samples of a rank in a step"),
+    "seed": ("integer", "of the model, the batches and the schemes"),
+    "warm_up": ("integer", "steps that do not count"),
+    "quality_name": ("string", "name of `quality`"),
+    "exchange": ("string", "the name in `--exchange`"),
+    "compressor": ("string or null", "name; null where none was named"),
+    "ratio": (_MAYBE, "kept fraction that was asked for; null where there is none"),
+    "collective": ("string or null", "the one requested; null for `none` and for DDP"),
+    "overlap": ("boolean", "whether it begins during backward"),
+    "ran": ("string or null", "the plan that most buckets and steps ran; null for `none` and for DDP"),
+    "blocks": ("integer", "in which the steps that count were done"),
+    "steps": ("integer", "that count"),
+    "median_s": ("number", "median of the samples"),
+    "low_s": (_MAYBE, "lower end of its 95 % interval"),
+    "high_s": (_MAYBE, "its upper end"),
+    "mean_s": ("number", "mean of the samples"),
+    "p95_s": ("number", "95 % of the samples took no longer"),
+    "samples_per_s": ("number", "of all ranks: `batch_size ranks / median_s`"),
+    "forward_s": ("number", "median: batch and forward"),
+    "backward_s": ("number", "median: backward, and the part of the exchange during it"),
+    "after_s": ("number", "median: from the end of backward to the end of the step"),
+    "phases_s": ("object or null", "medians: `compress`, `exchange` with waiting, `decode`; null where unknown"),
+    "processor_s": ("number", "processor time of a rank in a step, all its threads; mean over ranks and steps"),
+    "wire_bytes": ("number", "that left a rank in a step, mean; of DDP those of a ring, which is gloo's way"),
+    "link_bytes": (_MAYBE, "that left a host's eth0 in a step, with headers; null outside a lab"),
+    "replicas_equal": ("boolean", "whether all ranks ended with the same parameters, bit for bit"),
+    "quality": (_MAYBE, "on held-out data, after all steps; null where ranks differ"),
+    "of_none": (_MAYBE, "`median_s` of `none` over this one; null where `none` was not run"),
+    "of_none_low": (_MAYBE, "lower end of its 95 % interval"),
+    "of_none_high": (_MAYBE, "its upper end"),
+}
+"""Fields of a row of ``bench training``, with their types in JSON and meanings."""
 
 
 @dataclass(frozen=True)
@@ -87,10 +86,6 @@ class Exchange:
     collective: str = AUTO  # of mpicomp's
 
     @property
-    def ours(self) -> bool:
-        return self.name not in OTHERS
-
-    @property
     def updates(self) -> bool:
         """Whether updates of the optimizers are exchanged in place of gradients."""
         return self.name.startswith(UPDATES) or self.name in (DILOCO, MUON)
@@ -98,7 +93,7 @@ class Exchange:
 
 @dataclass(frozen=True)
 class Settings:
-    """Length of the training: steps of a block, number of blocks, steps of warm-up."""
+    """Length of the training, and the seed."""
 
     steps: int  # steps in a block
     blocks: int  # blocks of each exchange
@@ -107,26 +102,17 @@ class Settings:
     every: int = 1
     seed: int = 0  # of schemes that draw random numbers
 
-    @property
-    def total(self) -> int:
-        return self.warm_up + self.steps * self.blocks
-
 
 class Trainer:
     """Trains one replica, block by block."""
 
-    def __init__(self, exchange: Exchange, task: "Task", replica: "Replica", settings: Settings) -> None:
+    def __init__(self, exchange: Exchange, task: "Task", replica: "Replica", every: int) -> None:
         self.exchange = exchange
         self.replica = replica
+        self.plans: Counter[str] = Counter()  # steps and buckets of mpicomp's plans
         self._task = task
-        self._every = settings.every if exchange.updates else 1  # steps from one exchange to the next
+        self._every = every if exchange.updates else 1  # steps from one exchange to the next
         self._steps = 0
-        self._plans: Counter[str] = Counter()
-
-    @property
-    def ran(self) -> str | None:
-        """The plan that most steps ran; None where plans are not mpicomp's."""
-        return self._plans.most_common(1)[0][0] if self._plans else None
 
     def block(self, steps: int) -> NDArray[np.float64]:
         """Do some steps; return their numbers, as means over the steps from one exchange to the next."""
@@ -134,26 +120,19 @@ class Trainer:
 
         rows: list[list[float]] = []
         used = time.process_time()
+        replica = self.replica
 
         def on_step(_: int, times: "StepTimes") -> None:
             nonlocal used
             before, used = used, time.process_time()
-            phases = self.replica.phases_s or {}
-            rows.append(
-                [
-                    times.seconds,
-                    times.forward - times.start,
-                    times.backward - times.forward,
-                    self.replica.wire_bytes,
-                    used - before,
-                    *(phases.get(name, np.nan) for name in ("compress", "exchange", "decode")),
-                ]
-            )
-            record = getattr(self.replica, "record", None)
-            if record is not None:
-                self._plans.update(f"{bucket.compressor['id']} {bucket.collective}" for bucket in record.buckets)
+            phases = replica.phases_s or {}
+            parts = times.seconds, times.forward - times.start, times.backward - times.forward
+            exchange = (phases.get(name, np.nan) for name in ("compress", "exchange", "decode"))
+            rows.append([*parts, replica.wire_bytes, used - before, *exchange])
+            if replica.record is not None:
+                self.plans.update(f"{one.compressor['id']} {one.collective}" for one in replica.record.buckets)
 
-        train(self._task, self.replica, range(self._steps, self._steps + steps), on_step)
+        train(self._task, replica, range(self._steps, self._steps + steps), on_step)
         self._steps += steps
         means: NDArray[np.float64] = np.array(rows).reshape(-1, self._every, FIELDS).mean(axis=1)
         return means.repeat(self._every, axis=0)
@@ -169,26 +148,12 @@ def trainers(
     from mpicomp.bench.trainer import CPU, MpicompReplica, Replica, threads_of_rank
 
     device = device or CPU
-    steps = settings.total
-
-    def ours(exchange: Exchange) -> Replica:
-        words: dict[str, Any] = {}
-        if exchange.name == MUON:
-            words["updates"] = MUON_UPDATES | {"sync_every": settings.every}
-        elif exchange.updates:
-            words["updates"] = {"sync_every": settings.every}
-        else:
-            words["overlap"] = False if exchange.name.endswith(INLINE) else None
-        words |= {"compressor": exchange.compressor, "collective": exchange.collective, "seed": settings.seed}
-        return MpicompReplica(
-            task, transport, steps, device, warmup=0, **words
-        )  # the named plan is timed from the first step
-
+    steps = settings.warm_up + settings.steps * settings.blocks
     torch.set_num_threads(threads_of_rank(transport.cores))
     with ExitStack() as stack:
-        if any(not exchange.ours and exchange.name != NONE for exchange in exchanges):
+        if any(exchange.name in (*DDP, DILOCO) for exchange in exchanges):
             stack.enter_context(peers.process_group(transport))
-        made = []
+        made: list[Trainer] = []
         for exchange in exchanges:
             if exchange.name == DILOCO:
                 manager = stack.enter_context(peers.replica_group(transport, exchange.name))
@@ -198,8 +163,14 @@ def trainers(
             elif exchange.name == NONE:
                 replica = Replica(task, transport.group, steps, device)
             else:
-                replica = ours(exchange)
-            made.append(Trainer(exchange, task, replica, settings))
+                words: dict[str, Any] = {"compressor": exchange.compressor, "collective": exchange.collective}
+                if exchange.updates:
+                    words["updates"] = (MUON_UPDATES if exchange.name == MUON else {}) | {"sync_every": settings.every}
+                else:
+                    words["overlap"] = False if exchange.name.endswith(INLINE) else None
+                # No warm-up: the named plan is timed from the first step.
+                replica = MpicompReplica(task, transport, steps, device, warmup=0, seed=settings.seed, **words)
+            made.append(Trainer(exchange, task, replica, settings.every))
         yield made
         del replica
         while made:  # none is left when the process group goes
@@ -215,15 +186,10 @@ class Trained:
     # over ranks
     steps: NDArray[np.float64]
     link_bytes: float | None  # bytes that left a host in a step, as its kernel counts them; None outside a lab
-    ran: str | None  # the plan that most steps ran
+    ran: str | None  # the plan that most steps ran; None where plans are not mpicomp's
     overlaps: bool  # whether the exchange began during backward
     equal: bool  # whether all ranks ended with the same parameters, bit for bit
     quality: float | None  # on held-out data; None where they did not
-
-    @property
-    def is_wrong(self) -> bool:
-        """Whether ranks differ that an exchange was to keep equal."""
-        return not self.equal and self.exchange.name != NONE
 
 
 def train_in_turn(
@@ -234,17 +200,17 @@ def train_in_turn(
         print_root(f"warming up: {trainer.exchange.name}")
         trainer.block(settings.warm_up)
         gather(np.zeros(1), transport)
+    sent_by_host = Path("/sys/class/net/eth0/statistics/tx_bytes") if os.environ.get("MPICOMP_LAB") == "1" else None
     blocks: dict[str, list[NDArray[np.float64]]] = {trainer.exchange.name: [] for trainer in made}
-    link_bytes = dict.fromkeys(blocks, 0.0)
+    link_bytes = dict.fromkeys(blocks, 0)
     for turn in range(settings.blocks):
         first = turn % len(made)
         for trainer in [*made[first:], *made[:first]]:
             name = trainer.exchange.name
             gather(np.zeros(1), transport)  # all begin a block together
-            before = _sent_by_host()
-            block = trainer.block(settings.steps)
-            blocks[name].append(slowest(gather(block, transport)))
-            link_bytes[name] += _sent_by_host() - before
+            before = 0 if sent_by_host is None else int(sent_by_host.read_text())
+            blocks[name].append(slowest(gather(trainer.block(settings.steps), transport)))
+            link_bytes[name] += 0 if sent_by_host is None else int(sent_by_host.read_text()) - before
         done = (f"{name} {np.median(taken[-1][:, SECONDS]):.3g} s" for name, taken in blocks.items())
         print_root(f"round {turn + 1} of {settings.blocks}: {', '.join(done)}")
     trained = []
@@ -252,9 +218,9 @@ def train_in_turn(
         name, replica = trainer.exchange.name, trainer.replica
         equal = not replica.differing_ranks(transport)
         quality = task.evaluate(replica.model) if equal and transport.group.rank == 0 else None
-        link = gather(np.array([link_bytes[name] / (settings.steps * settings.blocks)]), transport).mean()
-        link_or_none = float(link) if _is_in_lab() else None
-        result = np.array(blocks[name]), link_or_none, trainer.ran, replica.overlaps, equal, quality
+        link = float(gather(np.array([link_bytes[name] / (settings.steps * settings.blocks)]), transport).mean())
+        ran = trainer.plans.most_common(1)[0][0] if trainer.plans else None
+        result = np.array(blocks[name]), None if sent_by_host is None else link, ran, replica.overlaps, equal, quality
         trained.append(Trained(trainer.exchange, *result))
     return trained
 
@@ -268,20 +234,26 @@ def slowest(block: NDArray[np.float64]) -> NDArray[np.float64]:
 
 def rows_of(trained: Sequence[Trained], batch: int, facts: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return a row for each exchange."""
-    none = next((training for training in trained if training.exchange.name == NONE), None)
-    return [{**facts, **_row(training, batch), **_of_none(training, none)} for training in trained]
+    none = next((training.steps[:, :, SECONDS] for training in trained if training.exchange.name == NONE), None)
+    return [{**facts, **_row(training, batch, none)} for training in trained]
 
 
-def _row(training: Trained, batch: int) -> dict[str, Any]:
+def _row(training: Trained, batch: int, none: NDArray[np.float64] | None) -> dict[str, Any]:
     exchange, steps = training.exchange, training.steps
     seconds = steps[:, :, SECONDS]
     median = float(np.median(seconds))
     low, high = block_interval(np.median, seconds) or (None, None)
+    phases = np.median(steps[:, :, [COMPRESS, EXCHANGE, DECODE]], axis=(0, 1)).tolist()
+    left, left_low, left_high = None, None, None
+    if none is not None:
+        left = float(np.median(none)) / median
+        share_left = lambda without, with_it: np.median(without) / np.median(with_it)  # noqa: E731
+        left_low, left_high = block_interval(share_left, none, seconds) or (None, None)
     return {
         "exchange": exchange.name,
         "compressor": None if exchange.compressor is None else exchange.compressor.id,
         "ratio": getattr(exchange.compressor, "ratio", None),
-        "collective": exchange.collective if exchange.ours else None,
+        "collective": None if exchange.name in OTHERS else exchange.collective,
         "overlap": training.overlaps,
         "ran": training.ran,
         "blocks": seconds.shape[0],
@@ -295,37 +267,15 @@ def _row(training: Trained, batch: int) -> dict[str, Any]:
         "forward_s": float(np.median(steps[:, :, FORWARD])),
         "backward_s": float(np.median(steps[:, :, BACKWARD])),
         "after_s": float(np.median(seconds - steps[:, :, FORWARD] - steps[:, :, BACKWARD])),
-        "phases_s": _phases(training),
+        "phases_s": None
+        if np.isnan(phases).any()
+        else dict(zip(("compress", "exchange", "decode"), phases, strict=True)),
         "processor_s": float(steps[:, :, PROCESSOR].mean()),
         "wire_bytes": float(steps[:, :, WIRE].mean()),
         "link_bytes": training.link_bytes,
         "replicas_equal": training.equal,
         "quality": training.quality,
+        "of_none": left,
+        "of_none_low": left_low,
+        "of_none_high": left_high,
     }
-
-
-def _phases(training: Trained) -> dict[str, float] | None:
-    medians = np.median(training.steps[:, :, [COMPRESS, EXCHANGE, DECODE]], axis=(0, 1))
-    if np.isnan(medians).any():
-        return None
-    return dict(zip(("compress", "exchange", "decode"), map(float, medians), strict=True))
-
-
-def _of_none(training: Trained, none: Trained | None) -> dict[str, Any]:
-    if none is None:
-        return dict.fromkeys(("of_none", "of_none_low", "of_none_high"))
-    samples = none.steps[:, :, SECONDS], training.steps[:, :, SECONDS]
-
-    def share_left(without: NDArray[np.float64], with_it: NDArray[np.float64]) -> float:
-        return float(np.median(without) / np.median(with_it))
-
-    low, high = block_interval(share_left, *samples) or (None, None)
-    return {"of_none": share_left(*samples), "of_none_low": low, "of_none_high": high}
-
-
-def _is_in_lab() -> bool:
-    return os.environ.get("MPICOMP_LAB") == "1"
-
-
-def _sent_by_host() -> float:
-    return float(Path("/sys/class/net/eth0/statistics/tx_bytes").read_text()) if _is_in_lab() else 0.0

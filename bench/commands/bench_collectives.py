@@ -9,7 +9,6 @@ from mpicomp.job import plural
 
 if TYPE_CHECKING:
     from mpicomp.compressors import Compressor
-    from mpicomp.cost import CostModel
     from mpicomp.mpi import Transport
 
 HELP = "time every exchange among the ranks of this job, check it, and compare auto's choice with the best"
@@ -94,6 +93,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     from mpicomp.bench import devices
 
+    from mpicomp.cost import calibrate, share_model
     from mpicomp.gpu import HOST
     from mpicomp.reducer.agreement import run_collectively
 
@@ -102,19 +102,24 @@ def run(arguments: argparse.Namespace) -> int:
     from mpicomp.mpi.comm import MPITransport
 
     transport = MPITransport()
-    first = transport.group.rank == 0
-    measures = any((arguments.numel, arguments.compressor, arguments.collective, arguments.json))
     try:
         if errors:
             return _measure_bounds(arguments, numels, errors, transport)
         device = run_collectively(lambda: devices.device_on(_COMMAND, gpu), transport, _COMMAND) if on_gpu else HOST
-        model = _model(arguments, transport)
-        if arguments.calibrate is not None and not measures:
-            if first:
-                print(f"{_COMMAND}: the cost model was written to {arguments.calibrate}")
-            return 0
-        name = devices.device_name(_COMMAND) if on_gpu else "cpu"
-        printer = _Printer(arguments, transport, name)
+        model = None
+        if arguments.known is not None:
+            model = transport.run(share_model(arguments.known, transport))
+        elif transport.group.size > 1 or arguments.calibrate is not None:
+            model = calibrate(transport)
+        if arguments.calibrate is not None and model is not None:
+            measures = any((arguments.numel, arguments.compressor, arguments.collective, arguments.json))
+            if transport.group.rank == 0:
+                model.save(arguments.calibrate)
+                if not measures:
+                    print(f"{_COMMAND}: the cost model was written to {arguments.calibrate}")
+            if not measures:
+                return 0
+        printer = _Printer(arguments, transport, devices.device_name(_COMMAND) if on_gpu else "cpu")
         settings = Settings(numels, compressors, collectives, auto, arguments.limit)
         printer.head(settings)
         found = measure(settings, transport, model, printer.print_root, printer.write, device)
@@ -153,31 +158,28 @@ def _measure_bounds(
     printer = _Printer(arguments, transport, "cpu")
     found = measure(Settings(numels, errors, arguments.limit), transport, printer.print_root)
     printer.write(found)
+    wrong = [row for row in found if not row["correct"]]
     if printer.first:
         print()
         results.show(found, _BOUND_COLUMNS)
-        for row in found:
-            if not row["correct"]:
-                off = f"off by {row['largest']:.3g} bounds, or bits differ"
-                print(f"\nWRONG: {row['field']} with {row['numel']} elements: {off}")
-    return 0 if all(row["correct"] for row in found) else 1
+        for row in wrong:
+            off = f"off by {row['largest']:.3g} bounds, or bits differ"
+            print(f"\nWRONG: {row['field']} with {row['numel']} elements: {off}")
+    return int(bool(wrong))
 
 
 def _collectives(text: str | None, compressors: Sequence["Compressor"]) -> tuple[list[str] | None, bool]:
-    """Return the fixed collectives, None for all, and whether auto was named."""
+    # The fixed collectives, None for all, and whether auto was named.
     from mpicomp.cli.options import read_list
     from mpicomp.collectives import bind, collective_class
     from mpicomp.compressors import Dense
     from mpicomp.errors import ConfigurationError, IncompatiblePairError
 
-    if text is None:
-        return None, True
-    names = list(dict.fromkeys(read_list(text)))
+    names = ["all", "auto"] if text is None else list(dict.fromkeys(read_list(text)))
     if not names:
         raise ConfigurationError(f"{_COMMAND}: --collective names nothing; see `mpicomp list`")
-    auto = "auto" in names
     if "all" in names:
-        return None, auto
+        return None, "auto" in names
     fixed = [name for name in names if name != "auto"]
     for name in fixed:
         for part in name.split(":"):
@@ -190,33 +192,19 @@ def _collectives(text: str | None, compressors: Sequence["Compressor"]) -> tuple
                 reasons.append(error)
         if len(reasons) > len(compressors):
             raise reasons[0]
-    return fixed, auto
-
-
-def _model(arguments: argparse.Namespace, transport: "Transport") -> "CostModel | None":
-    from mpicomp.cost import calibrate, share_model
-
-    if arguments.known is not None:
-        model: CostModel = transport.run(share_model(arguments.known, transport))
-        return model
-    if transport.group.size == 1 and arguments.calibrate is None:
-        return None
-    model = calibrate(transport)
-    if arguments.calibrate is not None and transport.group.rank == 0:
-        model.save(arguments.calibrate)
-    return model
+    return fixed, "auto" in names
 
 
 class _Printer:
     def __init__(self, arguments: argparse.Namespace, transport: "Transport", device: str) -> None:
         from mpicomp.bench.measure import results
 
-        self.arguments = arguments
+        self.path = arguments.json
         self.device = device
-        self.first = transport.group.rank == 0
-        hosts, ranks = transport.group.hosts, transport.group.size
-        self.job = results.job_environment(ranks, hosts, transport.group.sharing)
-        self.where = f"{plural(ranks, 'rank')} on {plural(hosts, 'host')}"
+        group = transport.group
+        self.first = group.rank == 0
+        self.job = results.job_environment(group)
+        self.where = f"{plural(group.size, 'rank')} on {plural(group.hosts, 'host')}"
 
     def print_root(self, text: str) -> None:
         """Print a comment line on rank 0; programs that read OSU's format skip such lines."""
@@ -250,10 +238,8 @@ class _Printer:
         """Write the rows so far."""
         from mpicomp.bench.measure import results
 
-        if not self.first:
-            return
-        if self.arguments.json is not None:
-            results.write(self.arguments.json, found, 1, self.device, self.job)
+        if self.first and self.path is not None:
+            results.write(self.path, found, 1, self.device, self.job)
 
     def end(self, found: Sequence[Mapping[str, Any]]) -> int:
         """Print the tables, and return the exit status."""
@@ -262,14 +248,15 @@ class _Printer:
 
         wrong = [row for row in found if row["correct"] is False]
         if not self.first:
-            return 1 if wrong else 0
+            return int(bool(wrong))
         print()
         print(osu_blocks(found, self.where))
-        results.show(found, _columns(found, _COLUMNS))
+        more = {} if all(row["settings"] is None for row in found) else {"compressor": "", "settings": ""}
+        results.show(found, more | _COLUMNS)
         chosen = [row for row in found if row["chosen"] is not None]
         if chosen:
             print()
-            results.show(chosen, _columns(chosen, _AUTO_COLUMNS))
+            results.show(chosen, more | _AUTO_COLUMNS)
         not_run = sum(row["median_s"] is None for row in found)
         if not_run:
             print(f"\nnot run, since they are predicted to take 20 times the best and more than --limit: {not_run}")
@@ -279,10 +266,4 @@ class _Printer:
                 f"\nWRONG: {plan} with {row['numel']} elements: the mean is not "
                 f"that of the gradients, or differs between ranks (error {row['error']:.2g})"
             )
-        return 1 if wrong else 0
-
-
-def _columns(found: Sequence[Mapping[str, Any]], columns: dict[str, str]) -> dict[str, str]:
-    if all(row["settings"] is None for row in found):
-        return columns
-    return {"compressor": "", "settings": ""} | columns
+        return int(bool(wrong))

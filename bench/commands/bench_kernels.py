@@ -57,7 +57,7 @@ def run(arguments: argparse.Namespace) -> int:
     where = f"{arguments.threads} thread{'s' * (arguments.threads > 1)}"
     if arguments.device == "gpu":
         name = where = devices.device_name(_COMMAND)
-        device = devices.current_gpu(_COMMAND)
+        device = devices.device_on(_COMMAND)
 
     print(f"{_COMMAND}: {settings.numel:,} float32, {where}; copies are multiples of a memcpy", flush=True)
     found = measure(settings, device)

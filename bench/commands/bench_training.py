@@ -1,8 +1,7 @@
 """``mpicomp bench training``: the throughput of training with each exchange."""
 
 import argparse
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mpicomp.cli.options import add_device, add_task, start_training, table_columns
 
@@ -80,13 +79,14 @@ def run(arguments: argparse.Namespace) -> int:
     check_writable(_COMMAND, arguments.json)
 
     transport, task, device = start_training(_COMMAND, arguments)
-    from mpicomp.bench import devices
     from mpicomp.bench.measure import results
-    from mpicomp.bench.training import Settings, rows_of, train_in_turn, trainers
+    from mpicomp.bench.training import NONE, Settings, rows_of, train_in_turn, trainers
+    from torch import get_num_threads
+    from torch.cuda import get_device_name
 
     group, hosts = transport.group, transport.group.hosts
-    name = "cpu" if arguments.device == "cpu" else devices.torch_name(device)
-    job = results.job_environment(group.size, hosts, group.sharing)
+    name = "cpu" if arguments.device == "cpu" else get_device_name(device)
+    job = results.job_environment(group)
 
     def print_root(text: str) -> None:
         if group.rank == 0:
@@ -104,7 +104,7 @@ def run(arguments: argparse.Namespace) -> int:
         trained = train_in_turn(made, task, settings, transport, print_root)
         numel = made[0].replica.numel
     transport.close()
-    wrong = [training.exchange.name for training in trained if training.is_wrong]
+    wrong = [one.exchange.name for one in trained if not one.equal and one.exchange.name != NONE]
     if group.rank != 0:
         return int(bool(wrong))
     facts = {
@@ -119,10 +119,16 @@ def run(arguments: argparse.Namespace) -> int:
     }
     found = rows_of(trained, task.batch_size * group.size, facts)
     if arguments.json is not None:
-        from torch import get_num_threads
-
         results.write(arguments.json, found, get_num_threads(), name, job)
-    _show(found)
+    print()
+    results.show(found, _COLUMNS)
+    phases = [(row["exchange"], row["phases_s"]) for row in found if row["phases_s"] is not None]
+    if phases:
+        print("\nphases: seconds of the exchange up to its last round, in rounds and after them")
+        results.show(
+            [{"exchange": name} | {f"{phase}_s": seconds[phase] for phase in seconds} for name, seconds in phases],
+            _PHASE_COLUMNS,
+        )
     for name in wrong:
         print(f"\nWRONG: {name}: the ranks did not end with the same parameters")
     return int(bool(wrong))
@@ -159,17 +165,3 @@ def _exchange(word: str, ratio: float) -> "Exchange":
         policy = get_policy("auto" if compressor is None else "static")
         policy.configure(UserSettings(compressor, collective))  # a pair that does not fit is refused here
     return Exchange(word, compressor, collective)
-
-
-def _show(found: Sequence[Mapping[str, Any]]) -> None:
-    from mpicomp.bench.measure import results
-
-    print()
-    results.show(found, _COLUMNS)
-    phases = [(row["exchange"], row["phases_s"]) for row in found if row["phases_s"] is not None]
-    if phases:
-        print("\nphases: seconds of the exchange up to its last round, in rounds and after them")
-        results.show(
-            [{"exchange": name} | {f"{phase}_s": seconds[phase] for phase in seconds} for name, seconds in phases],
-            _PHASE_COLUMNS,
-        )

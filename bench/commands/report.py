@@ -24,12 +24,13 @@ def run(arguments: argparse.Namespace) -> int:
 
     check_writable("report", arguments.output)
     check_drawing("report")
-    from mpicomp.bench.report.write import write_report
+    from mpicomp.bench.report.runs import read_runs
+    from mpicomp.bench.report.write import draw_report
 
     from mpicomp.errors import ConfigurationError, FileWriteError
 
     try:
-        pictures = write_report(arguments.runs, arguments.output, arguments.pictures)
+        pictures = draw_report(read_runs(arguments.runs), arguments.output, arguments.pictures)
     except FileWriteError:
         raise
     except OSError as error:

@@ -26,6 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the trainings in a lab, or on simulated links where there can be none."""
+    from mpicomp.bench.lab import launch
     from mpicomp.bench.lab.lab_settings import LabError, make_settings
     from mpicomp.bench.lab.run import run_lab
 
@@ -50,15 +51,9 @@ def run(arguments: argparse.Namespace) -> int:
     except LabError as error:
         print(f"simulated links, since this machine has no emulated hosts: mpicomp lab {error}", flush=True)
     try:
-        return _run_simulated(command)
+        launcher = launch.find_launcher()
+        extra = ["--oversubscribe"] if launch.find_mpi(launcher) == "openmpi" else []
     except LabError as error:
         raise ConfigurationError(f"tour: {error}") from error
-
-
-def _run_simulated(command: list[str]) -> int:
-    from mpicomp.bench.lab import launch
-
-    launcher = launch.find_launcher()
-    extra = ["--oversubscribe"] if launch.find_mpi(launcher) == "openmpi" else []
     line = [str(launcher), *extra, "-n", str(HOSTS), *command, "--simulated"]
-    return subprocess.run(line, check=False, env=launch.as_root()).returncode
+    return subprocess.run(line, check=False, env=os.environ | launch.AS_ROOT).returncode

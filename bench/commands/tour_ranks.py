@@ -22,16 +22,6 @@ _DENSE, _AUTO, _MUON = "dense", "auto", "LocalMuon"
 _BAR_WIDTH = 40  # letters
 
 
-def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="mpicomp tour")
-    parser.add_argument("task")
-    parser.add_argument("steps", type=int)
-    parser.add_argument("report")
-    parser.add_argument("--simulated", action="store_true")
-    parser.set_defaults(seed=0)
-    return parser.parse_args()
-
-
 def run(arguments: argparse.Namespace) -> int:
     """Train three times and compare. Collective."""
     # MPI starts before torch is loaded.
@@ -157,4 +147,10 @@ def _show(finished: list[tuple[str, Any, str]], report: str, is_simulated: bool)
 
 
 if __name__ == "__main__":
-    raise SystemExit(run_program(_arguments, run))
+    parser = argparse.ArgumentParser(prog="mpicomp tour")
+    parser.add_argument("task")
+    parser.add_argument("steps", type=int)
+    parser.add_argument("report")
+    parser.add_argument("--simulated", action="store_true")
+    parser.set_defaults(seed=0)
+    raise SystemExit(run_program(parser.parse_args, run))

@@ -104,18 +104,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Train, and print a verdict on rank 0."""
     from mpicomp.cli.options import check_drawing, check_folder, check_writable
+    from mpicomp.errors import ConfigurationError
+    from mpicomp.job import plural
     from mpicomp.job.stop import stop_on_signals
 
     if arguments.checkpoints is not None:
         stop_on_signals()  # first: the imports below take seconds
-    _check_numbers(arguments)
-    _expand(arguments)
-    compressor = _compressor(arguments)
+    compressor = _check(arguments)
     updates = _updates(arguments)
     policy = _policy(arguments, compressor, updates is not None and updates["sync_every"] == "auto")
     warmup = _warmup(arguments, compressor, updates)
-    if arguments.against_dense:
-        _check_against_dense(arguments, compressor)
     check_writable("train", arguments.json, arguments.metrics, arguments.report, arguments.trace)
     if writes_files():
         if arguments.checkpoints is not None:
@@ -125,7 +123,12 @@ def run(arguments: argparse.Namespace) -> int:
     transport, task, device = start_training("train", arguments, arguments.data)
     from mpicomp.bench.train import Checkpoints, Settings
 
-    _check_replicas(arguments.shard, transport.group.size)
+    shard, ranks = arguments.shard, transport.group.size
+    if ranks % shard or ranks == shard > 1:
+        raise ConfigurationError(
+            f"train: --shard {shard} needs at least two replicas of {shard} ranks, and this job has "
+            f"{plural(ranks, 'rank')}; start it with mpiexec -n {2 * shard}"
+        )
     steps = arguments.steps or task.steps
     checkpoints = None
     if arguments.checkpoints is not None:
@@ -152,7 +155,7 @@ def run(arguments: argparse.Namespace) -> int:
         on_failure=arguments.on_failure,
         checkpoints=checkpoints,
         trace=arguments.trace,
-        shard=arguments.shard,
+        shard=shard,
     )
     return _train(arguments, settings, transport, task, device)
 
@@ -208,9 +211,13 @@ def _train(
     return STOPPED if isinstance(trained, Stopped) else 0
 
 
-def _check_numbers(arguments: argparse.Namespace) -> None:
+def _check(arguments: argparse.Namespace) -> "Compressor | None":
+    from mpicomp.bench.training import MUON, MUON_COMPRESSOR, MUON_UPDATES
+
+    from mpicomp.cli.options import read_configuration
+    from mpicomp.compressors import Dense, get_compressor
     from mpicomp.errors import ConfigurationError
-    from mpicomp.setting_checks import check_least
+    from mpicomp.setting_checks import check_least, check_ratio
 
     if arguments.steps is not None:
         check_least("train", "--steps", arguments.steps)
@@ -224,17 +231,22 @@ def _check_numbers(arguments: argparse.Namespace) -> None:
         )
     if not 0 < arguments.lr_scale < math.inf:
         raise ConfigurationError(f"train: --lr-scale must be a number above 0, got {arguments.lr_scale}")
-
-
-def _check_replicas(shard: int, ranks: int) -> None:
-    from mpicomp.errors import ConfigurationError
-    from mpicomp.job import plural
-
-    if ranks % shard or ranks == shard > 1:
-        raise ConfigurationError(
-            f"train: --shard {shard} needs at least two replicas of {shard} ranks, and this job has "
-            f"{plural(ranks, 'rank')}; start it with mpiexec -n {2 * shard}"
-        )
+    if arguments.exchange == MUON:
+        arguments.exchange = json.dumps({"id": "updates"} | MUON_UPDATES)
+        arguments.compressor = arguments.compressor or json.dumps(MUON_COMPRESSOR)
+    ratio = 0.01 if arguments.ratio is None else check_ratio("train", arguments.ratio)
+    compressor = None
+    if arguments.compressor is not None:
+        compressor = get_compressor(read_configuration("train", arguments.compressor, ratio))
+    twice = {
+        "--compressor dense": compressor == Dense(),
+        "--checkpoints": arguments.checkpoints is not None,
+        "--on-failure shrink": arguments.on_failure != "abort",
+    }
+    if arguments.against_dense and any(twice.values()):
+        option = next(option for option, is_set in twice.items() if is_set)
+        raise ConfigurationError(f"train: --against-dense trains twice, which {option} does not go with; drop one")
+    return compressor
 
 
 def _warmup(
@@ -250,7 +262,6 @@ def _warmup(
 
 
 def _fitted(warmup: int | str, arguments: argparse.Namespace, updates: dict[str, Any] | None, steps: int) -> int | str:
-    """Return the warm-up of a run of ``steps`` steps; a named one has to leave some of them."""
     from mpicomp.errors import ConfigurationError
     from mpicomp.policies.schedule import read_warmup
 
@@ -268,23 +279,12 @@ def _fitted(warmup: int | str, arguments: argparse.Namespace, updates: dict[str,
 def _heading(settings: "Settings", task: str, ranks: int) -> str:
     parts = "chosen by mpicomp" if settings.compressor is None else repr(settings.compressor)
     parts += f", warmup {settings.warmup}" if settings.warmup else ""
-    parts += "" if settings.updates is None else ", updates" + _every(settings.updates["sync_every"])
+    if settings.updates is not None:
+        every = settings.updates["sync_every"]
+        interval = " after a number of steps that is chosen" if every == "auto" else f" every {every} steps"
+        parts += ", updates" + (interval if every != 1 else "")
     replicas = f" in replicas of {settings.shard}" if settings.shard > 1 else ""
     return f"{task}: {settings.steps} steps on {ranks} ranks{replicas}, policy {settings.policy.id}, compressor {parts}"
-
-
-def _check_against_dense(arguments: argparse.Namespace, compressor: "Compressor | None") -> None:
-    from mpicomp.compressors import Dense
-    from mpicomp.errors import ConfigurationError
-
-    others = (
-        ("--compressor dense", compressor == Dense()),
-        ("--checkpoints", arguments.checkpoints is not None),
-        ("--on-failure shrink", arguments.on_failure != "abort"),
-    )
-    for option, is_set in others:
-        if is_set:
-            raise ConfigurationError(f"train: --against-dense trains twice, which {option} does not go with; drop one")
 
 
 def _dense(settings: "Settings") -> "Settings":
@@ -321,25 +321,6 @@ def _report(
         draw_report(runs, arguments.report)
 
 
-def _compressor(arguments: argparse.Namespace) -> "Compressor | None":
-    from mpicomp.cli.options import read_configuration
-    from mpicomp.compressors import get_compressor
-    from mpicomp.setting_checks import check_ratio
-
-    ratio = 0.01 if arguments.ratio is None else check_ratio("train", arguments.ratio)
-    if arguments.compressor is None:
-        return None
-    return get_compressor(read_configuration("train", arguments.compressor, ratio))
-
-
-def _expand(arguments: argparse.Namespace) -> None:
-    from mpicomp.bench.training import MUON, MUON_COMPRESSOR, MUON_UPDATES
-
-    if arguments.exchange == MUON:
-        arguments.exchange = json.dumps({"id": "updates"} | MUON_UPDATES)
-        arguments.compressor = arguments.compressor or json.dumps(MUON_COMPRESSOR)
-
-
 def _updates(arguments: argparse.Namespace) -> dict[str, Any] | None:
     from mpicomp.cli.options import read_named
     from mpicomp.errors import ConfigurationError, UnknownNameError
@@ -372,12 +353,6 @@ def _updates(arguments: argparse.Namespace) -> dict[str, Any] | None:
             raise ConfigurationError(f"train: --every must be a number of steps or 'auto', got '{every}'") from None
         check_least("train", "--every", every)
     return {"sync_every": every, **config}
-
-
-def _every(steps: int | str) -> str:
-    if steps == "auto":
-        return " after a number of steps that is chosen"
-    return f" every {steps} steps" if steps != 1 else ""
 
 
 def _policy(arguments: argparse.Namespace, compressor: "Compressor | None", chooses_steps: bool) -> "Policy":

@@ -15,13 +15,9 @@ from mpicomp.bench.lab.lab_settings import Link
 
 TUN = "/dev/net/tun"
 _PRIORITY = 20  # realtime priority of the process that carries packets
-_TUNSETIFF = 0x400454CA
-_TUNSETOFFLOAD = 0x400454D0
-_IFF_TUN = 0x0001
-_IFF_NO_PI = 0x1000
-_IFF_VNET_HDR = 0x4000
-# Packets arrive unchanged and need no checksum.
-_TUN_F_CSUM = 0x01
+_TUNSETIFF, _TUNSETOFFLOAD = 0x400454CA, 0x400454D0
+_IFF_TUN, _IFF_NO_PI, _IFF_VNET_HDR = 0x0001, 0x1000, 0x4000
+_TUN_F_CSUM = 0x01  # packets arrive unchanged and need no checksum
 
 
 class Forwarder:
@@ -72,7 +68,13 @@ class Forwarder:
 
     def _forward(self, ready: int) -> None:
         hosts = len(self._pids)
-        descriptors = [_open_device(pid) for pid in self._pids]
+        descriptors = []
+        flags = _IFF_TUN | _IFF_NO_PI | _IFF_VNET_HDR
+        for pid in self._pids:
+            namespaces.enter(pid, ("net",))
+            descriptors.append(os.open(TUN, os.O_RDWR | os.O_NONBLOCK))
+            fcntl.ioctl(descriptors[-1], _TUNSETIFF, struct.pack("16sH22x", b"eth0", flags))
+            fcntl.ioctl(descriptors[-1], _TUNSETOFFLOAD, _TUN_F_CSUM)
         os.write(ready, b"made")
         # Only here: it takes half a second, and no other process of the lab needs it.
         os.environ.pop("NUMBA_DISABLE_JIT", None)
@@ -98,12 +100,3 @@ def can_open_tun() -> bool:
     except OSError:
         return False
     return True
-
-
-def _open_device(pid: int) -> int:
-    namespaces.enter(pid, ("net",))
-    descriptor = os.open(TUN, os.O_RDWR | os.O_NONBLOCK)
-    flags = _IFF_TUN | _IFF_NO_PI | _IFF_VNET_HDR
-    fcntl.ioctl(descriptor, _TUNSETIFF, struct.pack("16sH22x", b"eth0", flags))
-    fcntl.ioctl(descriptor, _TUNSETOFFLOAD, _TUN_F_CSUM)
-    return descriptor

@@ -9,6 +9,7 @@ import os
 import select
 import shlex
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -51,7 +52,7 @@ def start_host(name: str, sysctls: Mapping[str, str], hosts_file: str) -> int:
 
 
 def _furnish(name: str, sysctls: Mapping[str, str], hosts_file: str) -> None:
-    namespaces.set_hostname(name)
+    socket.sethostname(name)
     namespaces.mount("none", "/", None, namespaces.MS_REC | namespaces.MS_PRIVATE)
     if os.path.exists("/etc/hosts"):
         namespaces.mount(hosts_file, "/etc/hosts", None, namespaces.MS_BIND)
@@ -113,17 +114,18 @@ class Head:
         # Whatever the launcher and the lab have to write down goes where it vanishes with the lab.
         namespaces.mount("tmpfs", "/dev/shm", "tmpfs", namespaces.MS_NOSUID | namespaces.MS_NODEV, "mode=1777")
         os.mkdir(_SCRATCH, 0o700)
-        namespaces.set_hostname("lab")
+        socket.sethostname("lab")
         settings = self.settings
-        names = [network.host_name(index) for index in range(settings.hosts)]
+        names = [f"host{index}" for index in range(settings.hosts)]
         hosts_file = f"{_SCRATCH}/hosts"
-        lines = ["127.0.0.1 localhost", *(f"{network.data_address(i)} {name}" for i, name in enumerate(names))]
+        lines = ["127.0.0.1 localhost", *(f"{network.DATA_NETWORK}.{i + 1} {name}" for i, name in enumerate(names))]
         Path(hosts_file).write_text("\n".join(lines) + "\n")
         mtu = network.choose_mtu(settings.all_links, settings.loss)
         window = network.choose_window(settings.all_links)
         for index, name in enumerate(names):
             self.pids[index] = start_host(name, network.sysctls(window), hosts_file)
-        packets = min(network.packets_under_way(settings.hosts, settings.all_links, mtu), network.most_packets(mtu))
+        under_way = network.packets_under_way(settings.hosts, settings.all_links, mtu)
+        packets = min(under_way, network.MAX_PACKETS_BYTES // mtu)
         self.forwarder: Forwarder | network.KernelLinks
         if can_open_tun():
             self.forwarder = Forwarder(
@@ -139,7 +141,7 @@ class Head:
     def write_agent(self) -> str:
         """Write the agent that the launcher calls in place of ssh, and return its path."""
         table = f"{_SCRATCH}/table"
-        rows = [f"{network.control_address(i)} {network.host_name(i)} {pid}" for i, pid in self.pids.items()]
+        rows = [f"{network.control_address(i)} host{i} {pid}" for i, pid in self.pids.items()]
         Path(table).write_text("\n".join(rows) + "\n")
         agent = f"{_SCRATCH}/agent"
         script = Path(__file__).with_name("agent.py")
@@ -165,7 +167,10 @@ class Head:
             self.forwarder.set_links(pending.pop(0).links)
 
         def prepare() -> None:
-            _like_a_shell()
+            # The lab's own signal handling ends here; a background job inherits SIGINT ignored.
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD, signal.SIGPIPE):
+                signal.signal(number, signal.SIG_DFL)
+            signal.pthread_sigmask(signal.SIG_SETMASK, ())
             if self.mpi == "openmpi":
                 # It warns when the agent it starts is faster than itself.
                 namespaces.run_realtime(1)
@@ -199,13 +204,6 @@ class Head:
                 deadline = time.monotonic() + _GRACE_S
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(job.pid, numbers[0])
-
-
-def _like_a_shell() -> None:
-    """Undo in a child the lab's own signal handling; a background job inherits SIGINT ignored."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD, signal.SIGPIPE):
-        signal.signal(number, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_SETMASK, ())
 
 
 def _reap() -> dict[int, int]:

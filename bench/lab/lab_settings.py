@@ -30,11 +30,7 @@ def _parse(option: str, text: str, units: Mapping[str, float], example: str) -> 
 
 
 def parse_bandwidth(text: str, may_be_down: bool = False) -> int:
-    """Return a bandwidth in bits a second.
-
-    >>> parse_bandwidth("2.5gbit")
-    2500000000
-    """
+    """Return a bandwidth in bits a second."""
     bits = 0 if text.strip() == "0" and may_be_down else round(_parse("--bandwidth", text, _BITS, "1gbit or 200mbit"))
     if not (_LEAST_BANDWIDTH <= bits <= _MOST_BANDWIDTH or (bits == 0 and may_be_down)):
         raise LabError(f"--bandwidth must be between 8kbit and 1000gbit, got {text!r}")
@@ -42,11 +38,7 @@ def parse_bandwidth(text: str, may_be_down: bool = False) -> int:
 
 
 def parse_loss(text: str) -> float:
-    """Return the share of packets that get lost.
-
-    >>> parse_loss("0.5%")
-    0.005
-    """
+    """Return the share of packets that get lost."""
     share = _parse("--loss", text, {"%": 0.01}, "1%")
     if share > _MOST_LOSS:
         raise LabError(f"--loss must be a percentage from 0% to {_MOST_LOSS:.0%}, got {text!r}; write for example 1%")
@@ -54,32 +46,14 @@ def parse_loss(text: str) -> float:
 
 
 def parse_latency(text: str) -> int:
-    """Return a one-way latency in nanoseconds.
-
-    >>> parse_latency("50us")
-    50000
-    """
+    """Return a one-way latency in nanoseconds."""
     nanoseconds = round(_parse("--latency", text, _NANOSECONDS, "50us or 0us"))
     if nanoseconds > _MOST_LATENCY_NS:
         raise LabError(f"--latency must be at most 10s, got {text!r}")
     return nanoseconds
 
 
-def format_bandwidth(bits: int) -> str:
-    """Return a bandwidth as tc reads it.
-
-    >>> format_bandwidth(2_500_000_000)
-    '2500mbit'
-    """
-    for unit in ("gbit", "mbit", "kbit"):
-        if bits % _BITS[unit] == 0:
-            return f"{bits // _BITS[unit]}{unit}"
-    return f"{bits}bit"
-
-
-# Addresses are NET.1 to NET.(hosts) in one /24 each for data and control.
-MOST_HOSTS = 200
-MPIS = ("mpich", "openmpi")
+MOST_HOSTS = 200  # addresses are NET.1 to NET.(hosts) in one /24 each for data and control
 
 
 @dataclass(frozen=True)
@@ -120,26 +94,19 @@ class Settings:
 
 
 def parse_links(bandwidth: str, latency: str, hosts: int, may_be_down: bool = False) -> tuple[Link, ...]:
-    """Return one link a host from two comma lists of one value, or of one value a host; see `parse_bandwidth`.
-
-    >>> parse_links("1gbit,100mbit", "0us", 2)
-    (Link(bandwidth=1000000000, latency_ns=0), Link(bandwidth=100000000, latency_ns=0))
-    """
-    rates = [parse_bandwidth(item, may_be_down) for item in bandwidth.split(",")]
-    bandwidths = _one_a_host("--bandwidth", rates, hosts)
-    latencies = _one_a_host("--latency", [parse_latency(item) for item in latency.split(",")], hosts)
-    return tuple(Link(bits, nanoseconds) for bits, nanoseconds in zip(bandwidths, latencies, strict=True))
-
-
-def _one_a_host(option: str, values: list[int], hosts: int) -> list[int]:
-    if len(values) == 1:
-        return values * hosts
-    if len(values) != hosts:
-        raise LabError(
-            f"{option} must have one value, or one for each of the {hosts} hosts, got {len(values)} values; "
-            "change the list or --hosts"
-        )
-    return values
+    """Return one link a host from two comma lists of one value, or of one value a host; see `parse_bandwidth`."""
+    found = {
+        "--bandwidth": [parse_bandwidth(item, may_be_down) for item in bandwidth.split(",")],
+        "--latency": [parse_latency(item) for item in latency.split(",")],
+    }
+    for option, values in found.items():
+        if len(values) not in (1, hosts):
+            raise LabError(
+                f"{option} must have one value, or one for each of the {hosts} hosts, got {len(values)} values; "
+                "change the list or --hosts"
+            )
+    columns = (values * hosts if len(values) == 1 else values for values in found.values())
+    return tuple(Link(bits, nanoseconds) for bits, nanoseconds in zip(*columns, strict=True))
 
 
 def make_settings(
@@ -157,31 +124,24 @@ def make_settings(
         raise LabError(f"--hosts must be between 1 and {MOST_HOSTS}, got {hosts}")
     if ppn < 1:
         raise LabError(f"--ppn must be at least 1, got {ppn}")
-    if mpi is not None and mpi not in MPIS:
+    if mpi not in (None, "mpich", "openmpi"):
         raise LabError(f"--mpi must be mpich or openmpi, got {mpi!r}")
     if not command or not command[0]:
         raise LabError("a command must follow the options, got none; write -- and then the command")
     links = parse_links(bandwidth, latency, hosts)
-    changes = read_schedule(Path(schedule), hosts) if schedule is not None else ()
+    changes: tuple[Change, ...] = ()
+    if schedule is not None:
+        try:
+            text = Path(schedule).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+            raise LabError(f"--schedule must be a file that can be read, got {schedule!r}: {reason}") from None
+        changes = parse_schedule(text, hosts, name=schedule)
     return Settings(hosts, ppn, links, tuple(command), mpi, changes, parse_loss(loss))
 
 
-def read_schedule(path: Path, hosts: int) -> tuple[Change, ...]:
-    """Return the changes that the file `path` lists for a lab of `hosts` hosts."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise LabError(f"--schedule must be a file that can be read, got {str(path)!r}: {reason}") from None
-    return parse_schedule(text, hosts, name=str(path))
-
-
 def parse_schedule(text: str, hosts: int, name: str = "schedule") -> tuple[Change, ...]:
-    """Return the changes in `text`; `name` stands in the messages.
-
-    >>> parse_schedule("2.5 100mbit 0us", hosts=1)
-    (Change(at_s=2.5, links=(Link(bandwidth=100000000, latency_ns=0),)),)
-    """
+    """Return the changes in `text`; `name` stands in the messages."""
     changes: list[Change] = []
     for number, line in enumerate(text.splitlines(), start=1):
         words = line.partition("#")[0].split()

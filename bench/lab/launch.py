@@ -6,10 +6,13 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from mpicomp.bench.lab.lab_settings import MPIS, LabError, Settings
+from mpicomp.bench.lab.lab_settings import LabError, Settings
 from mpicomp.bench.lab.network import HEAD_ADDRESS, control_address
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}  # leave for Open MPI
 
 
 def find_launcher() -> Path:
@@ -26,29 +29,11 @@ def find_launcher() -> Path:
 def find_mpi(launcher: Path) -> str:
     """Return whose launcher it is: mpich or openmpi."""
     try:
-        done = subprocess.run(
-            [launcher, "--version"], capture_output=True, text=True, timeout=30, check=False, env=as_root()
-        )
+        words, leave = [str(launcher), "--version"], os.environ | AS_ROOT
+        done = subprocess.run(words, capture_output=True, text=True, timeout=30, check=False, env=leave)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise LabError(f"needs a working MPI launcher, and {launcher} --version failed: {error}") from None
     return "openmpi" if "Open MPI" in done.stdout + done.stderr else "mpich"
-
-
-def check_mpi(asked: str | None, launcher: Path) -> str:
-    """Return the MPI next to Python; raise if another one was asked for."""
-    found = find_mpi(launcher)
-    if asked is not None and asked != found:
-        assert asked in MPIS
-        raise LabError(
-            f"--mpi must name the MPI next to Python, which is {found}, got {asked!r}; "
-            f"leave --mpi out, or run the Python of an environment with {asked}"
-        )
-    return found
-
-
-def as_root() -> dict[str, str]:
-    """Return this environment, with leave for Open MPI to be run by root."""
-    return os.environ | {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 
 
 def environment(mpi: str, hosts: int, ppn: int, caller: Mapping[str, str]) -> dict[str, str]:
@@ -71,11 +56,7 @@ def environment(mpi: str, hosts: int, ppn: int, caller: Mapping[str, str]) -> di
             "HWLOC_XMLFILE": "",
         }
     else:
-        result |= {
-            "OMPI_ALLOW_RUN_AS_ROOT": "1",
-            "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-            "OMPI_MCA_btl_tcp_if_include": "eth0",
-        }
+        result |= AS_ROOT | {"OMPI_MCA_btl_tcp_if_include": "eth0"}
         defaults = {
             "OMPI_MCA_pml": "ob1",
             "OMPI_MCA_btl": "tcp,self" if ppn == 1 else "tcp,self,sm",
@@ -114,19 +95,12 @@ def command_line(mpi: str, launcher: Path, agent: str, settings: Settings, nice:
             *("-H", ",".join(f"{host}:{settings.ppn}" for host in hosts), "-n", ranks),
             *("--map-by", f"ppr:{settings.ppn}:node:OVERSUBSCRIBE", "--bind-to", "none"),
         ]
-    return [*line, *_at_priority(nice), *settings.command]
-
-
-def _at_priority(nice: int) -> list[str]:
-    """Return the words to put before a command so that the niceness of the lab counts for it.
-
-    Launchers start a session for each rank, and where the kernel groups by session (sched_autogroup), niceness only
-    counts inside one: without this, ``nice -n -15 mpicomp lab run`` changes nothing on a busy machine. A command in the
-    caller's session does not change the priority of everything else there.
-    """
     more = nice - os.nice(0)
-    line = ["nice", "-n", str(more)] if more else []
-    if nice == 0 or not os.path.exists("/proc/self/autogroup"):
-        return line
-    leads = '[ "$(cut -d" " -f6 /proc/$$/stat)" = $$ ]'  # the session that it is in
-    return [*line, "/bin/sh", "-c", f'{leads} && echo {nice} 2>&- >/proc/self/autogroup; exec "$@"', "sh"]
+    priority = ["nice", "-n", str(more)] if more else []
+    if nice != 0 and os.path.exists("/proc/self/autogroup"):
+        # Launchers start a session for each rank, and where the kernel groups by session (sched_autogroup), niceness
+        # only counts inside one: without this, ``nice -n -15 mpicomp lab run`` changes nothing on a busy machine. A
+        # command in the caller's session does not change the priority of everything else there.
+        leads = '[ "$(cut -d" " -f6 /proc/$$/stat)" = $$ ]'  # the session that it is in
+        priority += ["/bin/sh", "-c", f'{leads} && echo {nice} 2>&- >/proc/self/autogroup; exec "$@"', "sh"]
+    return [*line, *priority, *settings.command]

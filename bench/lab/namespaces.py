@@ -10,21 +10,11 @@ import signal
 import struct
 from collections.abc import Callable, Iterable
 
-CLONE_NEWNS = 0x00020000
-CLONE_NEWUTS = 0x04000000
-CLONE_NEWIPC = 0x08000000
 CLONE_NEWUSER = 0x10000000
-CLONE_NEWPID = 0x20000000
-CLONE_NEWNET = 0x40000000
-ALL = CLONE_NEWNS | CLONE_NEWUTS | CLONE_NEWIPC | CLONE_NEWPID | CLONE_NEWNET
+ALL = 0x6C020000  # CLONE_NEWNS, NEWUTS, NEWIPC, NEWPID and NEWNET
 
-MS_RDONLY = 0x1
-MS_NOSUID = 0x2
-MS_NODEV = 0x4
-MS_NOEXEC = 0x8
-MS_BIND = 0x1000
-MS_REC = 0x4000
-MS_PRIVATE = 0x40000
+MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC = 0x1, 0x2, 0x4, 0x8
+MS_BIND, MS_REC, MS_PRIVATE = 0x1000, 0x4000, 0x40000
 
 _PR_SET_PDEATHSIG = 1
 _PR_CAP_AMBIENT, _PR_CAP_AMBIENT_RAISE = 47, 2
@@ -94,12 +84,6 @@ def mount(source: str, target: str, kind: str | None, flags: int = 0, data: str 
         None if data is None else data.encode(),
     )
     _check(result, f"mount {target}")
-
-
-def set_hostname(name: str) -> None:
-    """Name the host of this UTS namespace."""
-    encoded = name.encode()
-    _check(_libc.sethostname(encoded, ctypes.c_size_t(len(encoded))), "sethostname")
 
 
 def die_with_parent() -> None:

@@ -23,12 +23,7 @@ _MOST_WINDOW = 2**22  # the same, at most
 # A rank that shares its core is away for some milliseconds; the bytes of the window keep flowing meanwhile. With
 # 2 ms instead of 32 a ring at 1 Gbit/s took 1.6 times as long, and more than 32 gained nothing.
 _WINDOW_S = 32e-3
-_MOST_ROOM = 2**31  # bytes of all packets under way, at most
-
-
-def host_name(index: int) -> str:
-    """Return the name of host number `index`."""
-    return f"host{index}"
+MAX_PACKETS_BYTES = 2**31  # of all packets under way; memory is used only by those
 
 
 def control_address(index: int) -> str:
@@ -36,19 +31,11 @@ def control_address(index: int) -> str:
     return f"{CONTROL_NETWORK}.{index + 1}"
 
 
-def data_address(index: int) -> str:
-    """Return the address on the data network of host number `index`."""
-    return f"{DATA_NETWORK}.{index + 1}"
-
-
 def choose_mtu(links: Sequence[Link], loss: float = 0.0) -> int:
     """Return the size of the largest packet: half a millisecond of the fastest link, or Ethernet's where some get lost.
 
     Every packet costs processor time that the ranks need as well, and no packet can overtake another on its cable:
     large ones suit fast links, small ones slow links.
-
-    >>> choose_mtu([Link(200_000_000, 0)])
-    12500
     """
     if loss:
         return _ETHERNET_MTU
@@ -71,11 +58,6 @@ def choose_window(links: Sequence[Link]) -> int:
 def packets_under_way(hosts: int, links: Sequence[Link], mtu: int) -> int:
     """Return the number of packets when all connections fill their windows."""
     return 64 * hosts + hosts * (hosts - 1) * (choose_window(links) // mtu + 1)
-
-
-def most_packets(mtu: int) -> int:
-    """Return the number of packets that the forwarder has room for; memory is used only by those under way."""
-    return _MOST_ROOM // mtu
 
 
 def sysctls(window: int) -> dict[str, str]:
@@ -122,11 +104,7 @@ def _bridge(pids: Mapping[int, int], name: str, interface: str) -> list[str]:
 
 
 def burst_bytes(mtu: int) -> int:
-    """Return the bytes that a token bucket passes at once: more than a packet, as the kernel's timer is late.
-
-    >>> burst_bytes(12_500)
-    15625
-    """
+    """Return the bytes that a token bucket passes at once: more than a packet, as the kernel's timer is late."""
     return mtu + mtu // 4
 
 
@@ -145,7 +123,7 @@ class KernelLinks:
     def set_links(self, links: Sequence[Link]) -> None:
         """Change all links now."""
         for index, pid in self._pids.items():
-            shape = f"root tbf rate {links[index].bandwidth}bit burst {self._burst} limit {_MOST_ROOM // 8}"
+            shape = f"root tbf rate {links[index].bandwidth}bit burst {self._burst} limit {MAX_PACKETS_BYTES // 8}"
             _run("tc", [f"qdisc replace dev data{index} {shape}"])
             _run("tc", [f"qdisc replace dev eth0 {shape}"], pid)
 
@@ -161,7 +139,7 @@ def configure_host(index: int, pid: int, mtu: int) -> None:
             "link set lo up",
             f"address add {control_address(index)}/24 dev control",
             "link set control up",
-            f"address add {data_address(index)}/24 dev eth0",
+            f"address add {DATA_NETWORK}.{index + 1}/24 dev eth0",
             f"link set eth0 mtu {mtu} txqueuelen 10000 up",
         ],
         pid,

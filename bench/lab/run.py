@@ -12,10 +12,9 @@ from types import FrameType
 
 from mpicomp.bench.lab import head, launch, namespaces, network
 from mpicomp.bench.lab.forwarder import TUN, can_open_tun
-from mpicomp.bench.lab.lab_settings import LabError, Settings, format_bandwidth
+from mpicomp.bench.lab.lab_settings import LabError, Settings
 
-# Bit/s that leave all hosts together.
-MOST_BANDWIDTH = 10 * 10**9
+_MAX_GBIT = 10.0  # a second, that leave all hosts together
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -45,7 +44,7 @@ def check_requirements() -> None:
 
 
 def _check_user_namespaces() -> None:
-    """Raise LabError where the kernel refuses this user namespaces to make networks in, or their /proc."""
+    # To make networks in, and with a /proc.
 
     def attempt() -> int:
         try:
@@ -77,7 +76,6 @@ def _check_user_namespaces() -> None:
 
 
 def _check_kernel_links(settings: Settings) -> None:
-    """Without TUN devices, warn how exact the kernel's links are; raise LabError for links that they cannot emulate."""
     if can_open_tun():
         return
     leave = f"{TUN}, which this user cannot open; type: sudo modprobe tun && sudo chmod 666 {TUN}"
@@ -93,20 +91,19 @@ def _check_kernel_links(settings: Settings) -> None:
     )
 
 
-def warn_of_limits(settings: Settings) -> None:
-    """Warn on stderr if the links exceed the rates that the emulation was measured at."""
+def _warn_of_limits(settings: Settings) -> None:
     states = [settings.links, *(change.links for change in settings.schedule)]
-    bandwidth = max(sum(link.bandwidth for link in links) for links in states)
-    if bandwidth > MOST_BANDWIDTH:
+    gbit = max(sum(link.bandwidth for link in links) for links in states) / 1e9
+    if gbit > _MAX_GBIT:
         print(
-            f"lab: warning: links of {format_bandwidth(bandwidth)} in all are more than the "
-            f"{format_bandwidth(MOST_BANDWIDTH)} that the emulation was measured to carry; "
+            f"lab: warning: links of {gbit:g}gbit in all are more than the {_MAX_GBIT:g}gbit that the emulation was "
+            "measured to carry; "
             "times may be the processor's, not the network's",
             file=sys.stderr,
         )
     links = settings.all_links
     mtu = network.choose_mtu(links, settings.loss)
-    if network.packets_under_way(settings.hosts, links, mtu) > network.most_packets(mtu):
+    if network.packets_under_way(settings.hosts, links, mtu) > network.MAX_PACKETS_BYTES // mtu:
         print(
             "lab: warning: bandwidth times latency times hosts is more than the emulation holds under way; "
             "with traffic between all hosts at once the rate will be lower than asked for",
@@ -118,13 +115,14 @@ def run_lab(settings: Settings) -> int:
     """Run a lab from beginning to end, from the main thread, for the sake of signals."""
     check_requirements()
     _check_kernel_links(settings)
-    warn_of_limits(settings)
+    _warn_of_limits(settings)
     launcher = launch.find_launcher()
-    mpi = launch.check_mpi(settings.mpi, launcher)
-    return _run(settings, mpi, launcher)
-
-
-def _run(settings: Settings, mpi: str, launcher: Path) -> int:
+    mpi, asked = launch.find_mpi(launcher), settings.mpi
+    if asked not in (None, mpi):
+        raise LabError(
+            f"--mpi must name the MPI next to Python, which is {mpi}, got {asked!r}; leave --mpi out, or run the "
+            f"Python of an environment with {asked}"
+        )
     sys.stdout.flush()
     sys.stderr.flush()
     life_reader, life_writer = os.pipe()

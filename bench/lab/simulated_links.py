@@ -31,23 +31,17 @@ class SimulatedLinks(MPITransport):
 
     def wait(self, pending: Pending) -> NDArray[Any]:
         array = super().wait(pending)
-        _sleep_until(self._due.pop(pending))
+        time.sleep(max(0.0, self._due.pop(pending) - time.perf_counter()))
         return array
 
     def perform(self, task: Round) -> NDArray[Any]:
         return self.wait(self.start(task))
 
     def _occupy_link(self, task: Round) -> float:
-        """Return when the link has carried a round, in either direction, after those before it."""
+        # Returns when the link has carried a round, in either direction, after those before it.
         group = self.group if task.group == WORLD else self.group.part(task.group)
         assert group is not None
         received = 0.0 if task.recv is None else task.recv.nbytes * (group.size - 1) / group.size
         seconds = max(task.wire_bytes(group), received) * self._byte_s
         self._link_free = max(self._link_free, time.perf_counter()) + seconds
         return self._link_free
-
-
-def _sleep_until(due: float) -> None:
-    left = due - time.perf_counter()
-    if left > 0:
-        time.sleep(left)

@@ -66,7 +66,7 @@ def _now(spec: NDArray[np.int64]) -> int:
 @cached
 @njit(nogil=True)
 def _draw(lost: NDArray[np.uint64]) -> int:
-    """Return 64 random bits: SplitMix64, Steele et al. 2014, doi:10.1145/2714064.2660195."""
+    # SplitMix64, Steele et al. 2014, doi:10.1145/2714064.2660195.
     lost[1] += np.uint64(0x9E3779B97F4A7C15)
     word = lost[1]
     word = (word ^ (word >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -95,7 +95,7 @@ def _release(packets: Packets, slot: int) -> None:
 @cached
 @njit(nogil=True)
 def _receiver_of(packet: NDArray[np.uint8], size: int, network: NDArray[np.uint8], hosts: int) -> int:
-    """Return the host that gets a packet, or `_NONE`: only IPv4 from host to host has a receiver here."""
+    # Only IPv4 from host to host has a receiver here.
     if size < HEADER + 20 or packet[HEADER] >> 4 != 4:
         return _NONE
     for place in range(3):
@@ -139,7 +139,7 @@ def _leave_hosts(
     picoseconds_a_byte: NDArray[np.int64],
     half_latency: NDArray[np.int64],
 ) -> int:
-    """Put packets on the senders' cables, and return when to look at these again."""
+    # Puts packets on the senders' cables, and returns when to look at these again.
     following = now + _LONGEST
     for host in range(half_latency.size):
         if picoseconds_a_byte[host] < 0:
@@ -178,7 +178,6 @@ def _reach_switch(horizon: int, into: Cables, packets: Packets, flying: Any, los
 def _leave_switch(
     horizon: int, following: int, into: Cables, packets: Packets, due: Any, picoseconds_a_byte: NDArray[np.int64]
 ) -> int:
-    """Put packets on the receivers' cables, and return when to look at these again, ``following`` at the latest."""
     for host in range(picoseconds_a_byte.size):
         if picoseconds_a_byte[host] < 0:
             continue
@@ -198,7 +197,6 @@ def _leave_switch(
 @cached
 @njit(nogil=True)
 def _deliver(now: int, devices: NDArray[np.int32], packets: Packets, due: Any, spec: NDArray[np.int64]) -> int:
-    """Deliver the packets that are due, and return the time."""
     while len(due) > 0 and due[0][0] <= now:
         _, _, slot = heapq.heappop(due)
         place = packets.data.ctypes.data + slot * packets.data.shape[1]

@@ -41,13 +41,9 @@ class Ran:
 
     def entry(self) -> PlanEntry:
         """Return its entry in ``train --json``."""
-        return {
-            "compressor": self.compressor.id,
-            "compressor_config": self.compressor.get_config(),
-            "ratio": self.ratio,
-            "collective": self.collective,
-            "share": self.share,
-        }
+        config = self.compressor.get_config()
+        plan = {"ratio": self.ratio, "collective": self.collective, "share": self.share}
+        return {"compressor": self.compressor.id, "compressor_config": config, **plan}  # type: ignore[typeddict-item]
 
 
 class Choices:
@@ -61,11 +57,15 @@ class Choices:
 
     def add(self, record: StepRecord) -> None:
         self.ratios.append(kept_share(record))
-        self._energies.append(_energies(record))
         self._steps.append([])
+        waits = sent = 0.0
         for bucket in record.buckets:
             plan = json.dumps(bucket.compressor), bucket.collective
             self._steps[-1].append((plan, bucket.numel, bucket.ratio_reached))
+            if bucket.gain is not None and bucket.energy is not None and not record.skipped:
+                waits += (1 - bucket.gain) * bucket.energy
+                sent += bucket.gain * bucket.energy
+        self._energies.append((waits, sent))
 
     def delay(self, first: int = 0) -> float | None:
         """Return the energy that waits in residuals over the energy that is sent, from a step on; None without any."""
@@ -88,13 +88,6 @@ class Choices:
         return found
 
 
-def _energies(record: StepRecord) -> tuple[float, float]:
-    known = [(bucket.gain, bucket.energy) for bucket in record.buckets if not record.skipped]
-    waits = sum((1 - gain) * energy for gain, energy in known if gain is not None and energy is not None)
-    sent = sum(gain * energy for gain, energy in known if gain is not None and energy is not None)
-    return waits, sent
-
-
 def leading(plans: Sequence[Ran]) -> Ran:
     """Return the plan that has carried most, among those of the kind of compressor that has: ratios are many."""
     shares: Counter[str] = Counter()
@@ -109,15 +102,14 @@ _PLANS = 8  # lines of the table of plans
 
 def chosen_table(plans: Sequence[Ran]) -> str:
     """Return a table of plans; of many those that have carried most."""
-    rows = [(f"  {_label(plan.compressor)}", plan.collective, f"{100 * plan.share:.1f} %") for plan in plans[:_PLANS]]
+    rows = []
+    for plan in plans[:_PLANS]:
+        label = repr(plan.compressor)
+        if getattr(plan.compressor, "layers", None):
+            label = f"{replace(plan.compressor, layers=None)!r} by layer"  # type: ignore[call-arg]
+        rows.append((f"  {label}", plan.collective, f"{100 * plan.share:.1f} %"))
     lines = [plain(("compressor", "collective", "of the steps"), rows, (True, True, False))]
     if len(plans) > _PLANS:
         rest = sum(plan.share for plan in plans[_PLANS:])
         lines.append(f"  and {len(plans) - _PLANS} more, {100 * rest:.1f} % in all")
     return "\n".join(lines)
-
-
-def _label(compressor: Compressor) -> str:
-    if not getattr(compressor, "layers", None):
-        return repr(compressor)
-    return f"{replace(compressor, layers=None)!r} by layer"  # type: ignore[call-arg]

@@ -1,9 +1,9 @@
 """Timed steps of one plan, which all ranks begin at once, with the seconds of each on every rank."""
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from mpicomp.bench.measure.feedback import DTYPE, Gradients, Settled, make_bucket
@@ -12,18 +12,16 @@ from mpicomp.bench.measure.timings import gather
 from numpy.typing import NDArray
 
 from mpicomp.arrays import to_host
-from mpicomp.compressors import Compressor, Dense, Sparsifier
+from mpicomp.compressors import Compressor, Sparsifier
 from mpicomp.cost import CostModel
 from mpicomp.gpu import HOST, StreamOrder
 from mpicomp.gpu.routes import RouteTable
 from mpicomp.mpi import Transport
 from mpicomp.mpi.rounds import Round, dense_ring_bytes
-from mpicomp.reducer import Reducer, StepRecord
+from mpicomp.reducer import Reducer
 
 NAME = "gradient"
 MPI = "MPI_Allreduce"  # stands for a collective in the plan of the library's own sum
-Adding = Callable[[NDArray[Any], NDArray[Any]], None]
-"""Writes the sum of all ranks' arrays, the first one, to the second one."""
 SECONDS, COMPRESS, EXCHANGE, DECODE, CHOOSING, SENT, WIRE, START, END = range(9)
 """Places of the numbers that a rank reports of a step; start and end are on the clock that ranks share."""
 
@@ -34,19 +32,22 @@ _SHORT = 1 << 18  # elements of the array on which a residual reaches its steady
 
 @dataclass(frozen=True)
 class Plan:
-    """A plan to be timed: a compressor and the name of a collective, which may be ``"auto"``."""
+    """A plan to be timed: a compressor and the name of a collective, which may be ``"auto"`` or `MPI`."""
 
     compressor: Compressor
     collective: str
 
     @property
     def name(self) -> str:
-        return name_of(self.compressor.id, self.collective)
+        return f"{self.compressor.id} {self.collective}"
 
 
-def name_of(compressor: str, collective: str) -> str:
-    """Return a plan's name."""
-    return f"{compressor} {collective}"
+class Ran(NamedTuple):
+    """The plan of a step, its predicted seconds, and its gain."""
+
+    plan: str
+    predicted_s: float | None
+    gain: float | None
 
 
 class Residuals:
@@ -71,21 +72,24 @@ class Residuals:
 
 
 class Runner:
-    """A plan with a reducer of its own, whose residual is in its steady state. Collective."""
+    """A plan with a reducer of its own, whose residual is in its steady state; or the library's sum. Collective."""
 
     def __init__(
         self, plan: Plan, gradients: Gradients, transport: Transport, residuals: Residuals, cost: CostModel | None
     ) -> None:
         self.plan = plan
-        self.steps: list[NDArray[np.float64]] = []
+        self.steps: list[NDArray[np.float64]] = []  # ranks x fields
+        self.ran: list[Ran] = []
         self.checks: list[Check] = []
-        self.ran: list[str] = []
-        self.predicted: list[float | None] = []
-        self.gains: list[float | None] = []
         self.route: str | None = None
         self._gradients = gradients
         self._transport = transport
-        self._reducer: Reducer | None = Reducer(
+        self._last: NDArray[np.float64] | None = None
+        self._reducer: Reducer | None = None
+        if plan.collective == MPI:
+            self._sum = np.empty(gradients.numel, DTYPE)
+            return
+        self._reducer = Reducer(
             plan.compressor,
             plan.collective,
             comm=transport,
@@ -95,38 +99,24 @@ class Runner:
         state = residuals.state(plan.compressor, gradients.numel)
         if state is not None:
             self._reducer.load_state_dict(state)
+        self._loaded = None if state is None else state["residuals"][NAME]
         plain = plan.compressor.entry.clip is None and not plan.compressor.entry.momentum
         # Whether mean and new residual must add up to gradient and residual, to rounding.
         self._lossless = plain and (self._reducer.feedback or plan.compressor.id == "dense")
-        self._loaded = None if state is None else state["residuals"][NAME]
-        self._last: NDArray[np.float64] | None = None
 
     def step(self, check: bool = False) -> None:
         """Exchange a fresh gradient, and check the mean if asked to. Collective."""
-        reducer = self._reducer
-        assert reducer is not None, "it was closed"
         gradient = self._gradients.fresh()
-        before = self._residual(reducer) if check else None
-        self._loaded = None
-        self.catch_up()  # all ranks start together
-        start = self._transport.clock()
-        mean = reducer.reduce({NAME: gradient})[NAME]
-        device, order = self._gradients.device, StreamOrder()
-        device.mark([mean], order)
-        device.wait_for(order)
-        device.wait()
-        end = self._transport.clock()
-        record = reducer.last_step
-        assert record is not None
-        self._note(start, end, record)
-        bucket, layout = record.buckets[0], reducer.layout
-        self.route = None  # only here are the bucket's device and its measured routes known
-        if layout.buckets[0].device is not HOST:
-            routes = layout.routes or RouteTable.always("staged")
-            self.route = routes.faster(bucket.sent_bytes, "allreduce" in bucket.rounds)
-        if check:
-            self.catch_up()
-            after = None if before is None else reducer.residual(NAME)
+        if self._reducer is None:
+            self._add(gradient)
+        else:
+            before = self._residual(self._reducer) if check else None
+            mean = self._reduce(self._reducer, gradient)
+        if not check:
+            return
+        self.catch_up()
+        if self._reducer is not None:
+            after = None if before is None else self._reducer.residual(NAME)
             statements = gather(statement(to_host(gradient), before, after, to_host(mean)), self._transport)
             self.checks.append(judge(statements, self._lossless))
 
@@ -140,26 +130,44 @@ class Runner:
     def close(self) -> None:
         if self._reducer is not None:
             self._reducer.close()
-        self._reducer = None
 
     def slowest(self) -> list[float]:
         """Return the seconds of every step on the rank that took longest."""
         return [float(step[:, SECONDS].max()) for step in self.steps]
 
-    def spans(self) -> list[float]:
-        """Return the seconds of every step from when the last rank began to when the last one ended."""
-        return [float(step[:, END].max() - step[:, START].max()) for step in self.steps]
+    def _add(self, gradient: NDArray[Any]) -> None:
+        self.catch_up()
+        start = self._transport.clock()
+        add_over_mpi(self._transport, gradient, self._sum)
+        end = self._transport.clock()
+        sent, wire = 4 * gradient.size, dense_ring_bytes(gradient.size, self._transport.group.size)
+        self._last = np.array([end - start, 0.0, end - start, 0.0, 0.0, sent, wire, start, end])
+        self.ran.append(Ran(self.plan.name, None, None))
 
-    def _note(self, start: float, end: float, record: StepRecord) -> None:
+    def _reduce(self, reducer: Reducer, gradient: Any) -> Any:
+        self._loaded = None
+        self.catch_up()  # all ranks start together
+        start = self._transport.clock()
+        mean = reducer.reduce({NAME: gradient})[NAME]
+        device, order = self._gradients.device, StreamOrder()
+        device.mark([mean], order)
+        device.wait_for(order)
+        device.wait()
+        end = self._transport.clock()
+        record = reducer.last_step
+        assert record is not None
         bucket = record.buckets[0]
         phases = [bucket.phases_s[name] for name in ("compress", "exchange", "decode")]
         if record.agreed:  # the first step: its other work is done once
             start = end - sum(phases)
         numbers = [end - start, *phases, record.choosing_s, bucket.sent_bytes, bucket.wire_bytes, start, end]
         self._last = np.array(numbers, np.float64)
-        self.ran.append(name_of(bucket.compressor["id"], bucket.collective))
-        self.predicted.append(bucket.predicted_s)
-        self.gains.append(bucket.gain)
+        self.ran.append(Ran(f"{bucket.compressor['id']} {bucket.collective}", bucket.predicted_s, bucket.gain))
+        layout = reducer.layout  # known only here, with the bucket's device and its measured routes
+        if layout.buckets[0].device is not HOST:
+            routes = layout.routes or RouteTable.always("staged")
+            self.route = routes.faster(bucket.sent_bytes, "allreduce" in bucket.rounds)
+        return mean
 
     def _residual(self, reducer: Reducer) -> NDArray[np.floating] | None:
         if not reducer.feedback or self._loaded is not None:
@@ -169,41 +177,9 @@ class Runner:
         return reducer.residual(NAME)
 
 
-class LibraryRunner(Runner):
-    """MPI's own sum of the same gradients: no mean, and nothing of mpicomp's before or after it."""
-
-    def __init__(self, gradients: Gradients, transport: Transport) -> None:
-        self.plan = Plan(Dense(), MPI)
-        self.steps, self.checks, self.ran = [], [], []
-        self.predicted, self.gains, self.route = [], [], None
-        self._gradients, self._transport = gradients, transport
-        self._sum = np.empty(gradients.numel, DTYPE)
-        self._add = add_over_mpi(transport)
-        self._last = None
-
-    def step(self, check: bool = False) -> None:
-        gradient = self._gradients.fresh()
-        self.catch_up()
-        start = self._transport.clock()
-        self._add(gradient, self._sum)
-        end = self._transport.clock()
-        sent, wire = 4 * gradient.size, dense_ring_bytes(gradient.size, self._transport.group.size)
-        self._last = np.array([end - start, 0.0, end - start, 0.0, 0.0, sent, wire, start, end])
-        self.ran.append(self.plan.name)
-        if check:
-            self.catch_up()
-
-    def close(self) -> None:
-        pass
-
-
-def add_over_mpi(transport: Transport) -> Adding:
-    """Return the sum by MPI's Allreduce."""
-
-    def add(array: NDArray[Any], out: NDArray[Any]) -> None:
-        transport.perform(Round("allreduce", (array.size,), array.dtype, send=array, recv=out))
-
-    return add
+def add_over_mpi(transport: Transport, array: NDArray[Any], out: NDArray[Any]) -> None:
+    """Write the sum of all ranks' arrays by MPI's Allreduce."""
+    transport.perform(Round("allreduce", (array.size,), array.dtype, send=array, recv=out))
 
 
 def in_turn(runners: Sequence[Runner]) -> Iterator[Runner]:

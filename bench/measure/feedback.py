@@ -8,14 +8,7 @@ from numpy.typing import NDArray
 
 from mpicomp import kernels
 from mpicomp.arrays import ArraySpec
-from mpicomp.compressors import (
-    Accumulated,
-    Compressor,
-    Context,
-    Quantiser,
-    Selection,
-    Sparsifier,
-)
+from mpicomp.compressors import Accumulated, Compressor, Context, Quantiser, Selection, Sparsifier
 from mpicomp.compressors.wire import STALE, Wire, sparse_bytes, write_sparse
 from mpicomp.gpu import HOST, Device
 from mpicomp.reducer.bucket import Bucket

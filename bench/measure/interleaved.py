@@ -6,29 +6,29 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, TypedDict
+from typing import Any
 
 import numpy as np
 
 _SLOW = 20  # copies from which on a kernel is repeated less often
 
 
-class KernelRow(TypedDict):
-    """A row of ``bench kernels``."""
-
-    name: Annotated[str, "operation"]
-    numel: Annotated[int, "length of the array"]
-    ratio: Annotated[float | None, "kept fraction that was asked for; null where there is none"]
-    median_s: Annotated[float, "median"]
-    copies: Annotated[float, "`median_s` over that of `memcpy`"]
-    p25_s: Annotated[float, "a quarter of the calls took less"]
-    p75_s: Annotated[float, "three quarters took less"]
-    repeats: Annotated[int, "timed calls"]
-    threads: Annotated[int | None, "that share its sweeps; null on a GPU"]
-    behind_s: Annotated[float | None, "median behind other work of the GPU, as of a backward pass; null on the host"]
-    behind_copies: Annotated[float | None, "`behind_s` over that of `memcpy`"]
-    ratio_reached: Annotated[float | None, "mean kept fraction of the timed calls; null where nothing is selected"]
-    config: Annotated[dict[str, Any] | None, "the compressor's configuration, as `mpicomp.get_compressor` takes it"]
+KERNEL_ROW = {
+    "name": ("string", "operation"),
+    "numel": ("integer", "length of the array"),
+    "ratio": ("number or null", "kept fraction that was asked for; null where there is none"),
+    "median_s": ("number", "median"),
+    "copies": ("number", "`median_s` over that of `memcpy`"),
+    "p25_s": ("number", "a quarter of the calls took less"),
+    "p75_s": ("number", "three quarters took less"),
+    "repeats": ("integer", "timed calls"),
+    "threads": ("integer or null", "that share its sweeps; null on a GPU"),
+    "behind_s": ("number or null", "median behind other work of the GPU, as of a backward pass; null on the host"),
+    "behind_copies": ("number or null", "`behind_s` over that of `memcpy`"),
+    "ratio_reached": ("number or null", "mean kept fraction of the timed calls; null where nothing is selected"),
+    "config": ("object or null", "the compressor's configuration, as `mpicomp.get_compressor` takes it"),
+}
+"""Fields of a row of ``bench kernels``, with their types in JSON and meanings."""
 
 
 @dataclass
@@ -38,7 +38,9 @@ class Kernel(ABC):
     name: str
     ratio: float | None = field(default=None, kw_only=True)
     threads: int | None = field(default=1, kw_only=True)
+    config: dict[str, Any] | None = field(default=None, kw_only=True)  # the compressor's
     seconds: list[float] = field(default_factory=list, init=False)
+    kept: list[int] = field(default_factory=list, init=False)  # elements that each call selected
 
     def warm(self) -> None:
         """Compile, touch memory, reach a steady state."""
@@ -53,16 +55,8 @@ class Kernel(ABC):
     def run(self) -> None:
         """Run the timed part."""
 
-    def reset(self) -> None:
-        self.seconds.clear()
-
-    def facts(self) -> dict[str, Any]:
-        """Return the columns of its row besides seconds."""
-        return {}
-
     def row(self, numel: int, unit: float) -> dict[str, Any]:
         low, median, high = (float(value) for value in np.percentile(self.seconds, [25, 50, 75]))
-        empty = dict.fromkeys(("behind_s", "behind_copies", "ratio_reached", "config"))
         return {
             "name": self.name,
             "numel": numel,
@@ -73,7 +67,11 @@ class Kernel(ABC):
             "p75_s": high,
             "repeats": len(self.seconds),
             "threads": self.threads,
-        } | (empty | self.facts())
+            "behind_s": None,
+            "behind_copies": None,
+            "ratio_reached": float(np.mean(self.kept)) / numel if self.kept else None,
+            "config": self.config,
+        }
 
 
 @contextlib.contextmanager
@@ -96,18 +94,22 @@ def clock(kernel: Kernel) -> float:
     return time.perf_counter() - start
 
 
-def take_turns(kernels: Sequence[Kernel], copy: Kernel, repeats: int, clock: Callable[[Kernel], float] = clock) -> None:
-    """Time all kernels, round after round, and a copy before each call."""
+def take_turns(
+    kernels: Sequence[Kernel], copy: Kernel, numel: int, repeats: int, clock: Callable[[Kernel], float] = clock
+) -> list[dict[str, Any]]:
+    """Time all kernels, round after round, and a copy before each call; return the rows, that of the copy first."""
 
     def timed(kernel: Kernel) -> float:
         kernel.prepare()
         return clock(kernel)
 
+    copy.seconds.clear()
     copy.warm()
     unit = min(timed(copy) for _ in range(3))
     times = [repeats if timed(kernel) < _SLOW * unit else min(repeats, max(3, repeats // 4)) for kernel in kernels]
     for kernel in kernels:
-        kernel.reset()
+        kernel.seconds.clear()
+        kernel.kept.clear()
     with without_garbage():
         for turn in range(repeats):
             for kernel, calls in zip(kernels, times, strict=True):
@@ -115,9 +117,5 @@ def take_turns(kernels: Sequence[Kernel], copy: Kernel, repeats: int, clock: Cal
                     kernel.prepare()
                     copy.seconds.append(timed(copy))
                     kernel.seconds.append(clock(kernel))
-
-
-def rows_of(kernels: Sequence[Kernel], copy: Kernel, numel: int) -> list[dict[str, Any]]:
-    """Return the rows of kernels that were timed, that of the copy first."""
     unit = float(np.median(copy.seconds))
     return [kernel.row(numel, unit) for kernel in [copy, *kernels]]

@@ -36,12 +36,7 @@ class Check:
 
 
 def signed_sums(array: NDArray[np.floating]) -> NDArray[np.float64]:
-    """Return the signed sums of an array's blocks, in float64.
-
-    >>> sums = signed_sums(np.ones(1000, np.float32))
-    >>> sums.shape, bool(np.array_equal(signed_sums(np.full(1000, 3.0)), 3 * sums))
-    ((64,), True)
-    """
+    """Return the signed sums of an array's blocks, in float64."""
     sums = np.zeros(BLOCKS)
     bounds = [array.size * block // BLOCKS for block in range(BLOCKS + 1)]
     for block in range(BLOCKS):
@@ -82,10 +77,8 @@ def judge(statements: NDArray[np.float64], lossless: bool) -> Check:
     ranks = len(statements)
     exact = statements[:, :BLOCKS].sum(axis=0)
     mean, sizes, checksums = statements[0, BLOCKS : 2 * BLOCKS], statements[:, -2], statements[:, -1]
-    scale = float(np.linalg.norm(exact))
+    scale = float(np.linalg.norm(exact)) or 1.0
     error = float(np.abs(exact - ranks * mean).max())
     bound = _SIGMAS * _UNIT * (ranks + 3) * float(sizes.sum())
     identical = bool((checksums == checksums[0]).all())
-    if scale == 0:
-        return Check(error, bound if lossless else math.inf, identical)
     return Check(error / scale, bound / scale if lossless else math.inf, identical)

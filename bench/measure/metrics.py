@@ -15,9 +15,8 @@ from mpicomp.job import print_stderr
 
 _FLUSH_S = 0.25  # seconds after which lines are written: a job that dies loses no more
 _MAX_LINES = 256  # lines that are kept until then
-_encoder = msgspec.json.Encoder(
-    enc_hook=lambda number: number.item()
-)  # NumPy's; numbers that are not finite become null
+# For NumPy's numbers; those that are not finite become null.
+_encoder = msgspec.json.Encoder(enc_hook=lambda number: number.item())
 
 
 class MetricsWriter:

@@ -22,10 +22,6 @@ _LIMIT_S = 6.0  # seconds of measuring one collective
 _TOO_SLOW = 3.0  # times the best collective so far: a slower one is not measured further
 
 
-def _nothing() -> None:
-    """Wait for nothing."""
-
-
 @dataclass(frozen=True)
 class Probe:
     """A collective and the seconds that it took."""
@@ -44,7 +40,7 @@ def probe(
     best_s: float = math.inf,
     cost: CostModel | None = None,
     bring: Callable[[NDArray[np.float32]], Any] = np.asarray,
-    wait: Callable[[], None] = _nothing,
+    wait: Callable[[], None] = lambda: None,
 ) -> Probe:
     """Exchange ``numel`` float32 some times, all ranks starting at once. Collective.
 
@@ -59,18 +55,16 @@ def probe(
     samples: list[float] = []
     rounds: list[float] = []
 
-    def of_all(seconds: float) -> NDArray[np.float64]:
-        return gather(np.array([seconds]), transport)
-
-    def exchange() -> float:
-        of_all(0.0)  # all ranks start together
+    def exchange() -> None:
+        gather(np.zeros(1), transport)  # all ranks start together
         start = time.perf_counter()
         reducer.reduce(gradient)
         wait()
-        samples.append(float(of_all(time.perf_counter() - start).max()))
+        whole_s = time.perf_counter() - start
         assert reducer.last_step is not None
-        rounds.append(float(of_all(reducer.last_step.phases_s["exchange"]).min()))
-        return samples[-1]
+        everyones = gather(np.array([whole_s, reducer.last_step.phases_s["exchange"]]), transport)
+        samples.append(float(everyones[:, 0].max()))
+        rounds.append(float(everyones[:, 1].min()))
 
     for _ in range(_WARM):  # agrees, compiles, grows buffers and finds bounds
         exchange()
@@ -88,18 +82,10 @@ def probe(
     return Probe(collective, float(np.median(samples)), float(np.median(rounds)), len(samples))
 
 
-def probe_dense(
-    numel: int,
-    transport: Transport,
-    bring: Callable[[NDArray[np.float32]], Any] = np.asarray,
-    wait: Callable[[], None] = _nothing,
-) -> Probe:
-    """Measure every dense collective and return the fastest. Collective."""
-    best: Probe | None = None
+def probe_dense(numel: int, transport: Transport, **there: Any) -> Probe:
+    """Measure every dense collective and return the fastest; ``there`` as for `probe`. Collective."""
+    found: list[Probe] = []
     for name in fitting(Dense):
-        best_s = math.inf if best is None else best.seconds
-        measured = probe(Dense(), name, numel, transport, best_s, bring=bring, wait=wait)
-        if best is None or measured.seconds < best.seconds:
-            best = measured
-    assert best is not None
-    return best
+        best_s = min((one.seconds for one in found), default=math.inf)
+        found.append(probe(Dense(), name, numel, transport, best_s, **there))
+    return min(found, key=lambda one: one.seconds)

@@ -24,7 +24,7 @@ class Progress:
     def __init__(self, visible: bool) -> None:
         self._visible = visible
         self._bar: Any = None
-        self._task: Any = None
+        self._task: Any = None  # of the bar
         self._steps = 0
         self._last = 0.0
 

@@ -8,16 +8,16 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, TypedDict
+from typing import Any
 
 import numpy as np
 
 from mpicomp._version import __version__
 from mpicomp.job import abort, variables, whole_file
+from mpicomp.mpi.rounds import Group
 
 SCHEMA = 1
 
-_PACKAGES = ("numpy", "numba", "torch")
 _WIDEST = 10_000  # letters, more than any table has
 
 _VARIABLES = ("MPIR_CVAR_", "UCX_", "OMP_", "FI_", "MPICOMP_")
@@ -28,77 +28,61 @@ _MORE_VARIABLES = (
 )
 
 
-class Written(TypedDict):
-    """The JSON object of a benchmark."""
+WRITTEN = {
+    "schema": ("integer", "version of these tables, 1"),
+    "environment": ("object", "where it was measured"),
+    "rows": ("list of objects", "one for each that was measured"),
+}
+"""Fields of the JSON object of a benchmark, with their types and meanings."""
 
-    schema: Annotated[int, "version of these tables, 1"]
-    environment: Annotated[dict[str, Any], "where it was measured"]
-    rows: Annotated[list[dict[str, Any]], "one for each that was measured"]
+ENVIRONMENT = {
+    "mpicomp": ("string", "version"),
+    "python": ("string", "version"),
+    "numpy": ("string or null", "version"),
+    "numba": ("string or null", "version"),
+    "torch": ("string or null", "version; null where it is not installed"),
+    "cupy": ("string or null", "version; null without `--device gpu`"),
+    "cpu": ("string", "the processor's name"),
+    "cores": ("integer", "that this process may use"),
+    "threads": ("integer", "that were asked for"),
+    "device": ("string", "`cpu`, or the name of the GPU"),
+    "job": ("object or null", "the MPI job; null where no ranks took part"),
+}
+"""Fields of ``environment``: nothing that reveals who measured when."""
 
-
-class Environment(TypedDict):
-    """Where it was measured: nothing that reveals who measured when."""
-
-    mpicomp: Annotated[str, "version"]
-    python: Annotated[str, "version"]
-    numpy: Annotated[str | None, "version"]
-    numba: Annotated[str | None, "version"]
-    torch: Annotated[str | None, "version; null where it is not installed"]
-    cupy: Annotated[str | None, "version; null without `--device gpu`"]
-    cpu: Annotated[str, "the processor's name"]
-    cores: Annotated[int, "that this process may use"]
-    threads: Annotated[int, "that were asked for"]
-    device: Annotated[str, "`cpu`, or the name of the GPU"]
-    job: Annotated[dict[str, Any] | None, "the MPI job; null where no ranks took part"]
-
-
-class JobEnvironment(TypedDict):
-    """The MPI job that it was measured in."""
-
-    mpi: Annotated[str, "whose library it is"]
-    mpi_version: Annotated[str, "its version"]
-    ranks: Annotated[int, "that took part"]
-    hosts: Annotated[int, "that they are on"]
-    oversubscribed: Annotated[bool, "whether some host has more ranks than cores"]
-    lab: Annotated[bool, "whether it was an emulated cluster"]
-    variables: Annotated[dict[str, Any], "variables of MPI, UCX, OpenMP, Slurm and mpicomp, without paths"]
+JOB = {
+    "mpi": ("string", "whose library it is"),
+    "mpi_version": ("string", "its version"),
+    "ranks": ("integer", "that took part"),
+    "hosts": ("integer", "that they are on"),
+    "oversubscribed": ("boolean", "whether some host has more ranks than cores"),
+    "lab": ("boolean", "whether it was an emulated cluster"),
+    "variables": ("object", "variables of MPI, UCX, OpenMP, Slurm and mpicomp, without paths"),
+}
+"""Fields of ``job``."""
 
 
-def environment(threads: int, device: str, job: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Return versions and the processor, which numbers depend on; nothing that reveals who measured when."""
-    return {
-        "mpicomp": __version__,
-        "python": platform.python_version(),
-        **{name: _version(name) for name in _PACKAGES},
-        "cupy": getattr(sys.modules.get("cupy"), "__version__", None),  # its packages have many names
-        "cpu": _cpu(),
-        "cores": len(os.sched_getaffinity(0)),
-        "threads": threads,
-        "device": device,
-        "job": job,
-    }
-
-
-def job_environment(ranks: int, hosts: int, sharing: int) -> dict[str, Any]:
+def job_environment(group: Group) -> dict[str, Any]:
     """Return the environment that the seconds of an MPI job depend on, as this rank sees it. Not collective."""
     mpi = abort.communicator_alive()
     vendor, version = ("none", ()) if mpi is None else mpi.get_vendor()
     cores = len(os.sched_getaffinity(0))
     # In a lab every host takes the machine's cores for its own, and only the lab knows better.
     naps = variables.flag_or_none("MPICOMP_NAPS") is True
+    shown = {
+        name: value
+        for name, value in sorted(os.environ.items())
+        if (name.startswith(_VARIABLES) or name in _MORE_VARIABLES) and os.sep not in value
+    }
     return {
         "mpi": vendor,
         "mpi_version": ".".join(map(str, version)),
-        "ranks": ranks,
-        "hosts": hosts,
-        "oversubscribed": sharing > cores or naps,
+        "ranks": group.size,
+        "hosts": group.hosts,
+        "oversubscribed": group.sharing > cores or naps,
         "lab": os.environ.get("MPICOMP_LAB") == "1",
-        "variables": {name: value for name, value in sorted(os.environ.items()) if _may_be_shown(name, value)},
+        "variables": shown,
     }
-
-
-def _may_be_shown(name: str, value: str) -> bool:
-    return (name.startswith(_VARIABLES) or name in _MORE_VARIABLES) and os.sep not in value
 
 
 def write(
@@ -108,10 +92,20 @@ def write(
     device: str = "cpu",
     job: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write rows and environment as one JSON object."""
-    written: dict[str, Any] = {"schema": SCHEMA, "environment": environment(threads, device, job), "rows": rows}
+    """Write rows and their environment, of versions and the processor, as one JSON object."""
+    environment = {
+        "mpicomp": __version__,
+        "python": platform.python_version(),
+        **{name: _version(name) for name in ("numpy", "numba", "torch")},
+        "cupy": getattr(sys.modules.get("cupy"), "__version__", None),  # its packages have many names
+        "cpu": _cpu(),
+        "cores": len(os.sched_getaffinity(0)),
+        "threads": threads,
+        "device": device,
+        "job": job,
+    }
     with whole_file(path) as file:
-        json.dump(written, file, indent=1)
+        json.dump({"schema": SCHEMA, "environment": environment, "rows": rows}, file, indent=1)
         file.write("\n")
 
 

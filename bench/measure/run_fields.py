@@ -28,6 +28,9 @@ class Phases(TypedDict):
     other: Annotated[float, "the rest: copies to and from buckets, the new residual"]
 
 
+PHASES = tuple(Phases.__annotations__)  # in the order in which they are drawn
+
+
 class Quality(TypedDict):
     """Quality on held-out data."""
 

@@ -11,26 +11,12 @@ from numpy.typing import NDArray
 from mpicomp.mpi import Transport
 from mpicomp.mpi.rounds import Round
 
-PHASES = ("compute", "compress", "exchange", "decode", "update", "other")
-"""Parts of a step: forward and backward; the reducer's three; the optimizer; the rest."""
-
 
 def means_between(ends: Sequence[int], rows: NDArray[np.float64]) -> NDArray[np.float64]:
     """Return the means of steps' rows between ends; shape (ranks, ends, columns)."""
     sums = np.cumsum(rows, axis=1)[:, np.array(ends) - 1]
     means: NDArray[np.float64] = np.diff(sums, axis=1, prepend=0.0) / np.diff(ends, prepend=0)[None, :, None]
     return means
-
-
-def of_slowest(everyones: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return every step's row of the rank that was slowest in it."""
-    rows: NDArray[np.float64] = everyones[everyones[:, :, 0].argmax(axis=0), np.arange(everyones.shape[1])]
-    return rows
-
-
-def medians(rows: NDArray[np.float64]) -> dict[str, float]:
-    """Return the median seconds of each phase."""
-    return {name: float(np.median(rows[:, place])) for place, name in enumerate(PHASES, 1)}
 
 
 def gather(array: NDArray[np.float64], transport: Transport) -> NDArray[np.float64]:
@@ -41,7 +27,7 @@ def gather(array: NDArray[np.float64], transport: Transport) -> NDArray[np.float
     return transport.perform(task).reshape(size, *array.shape)
 
 
-_SURE = 3.0  # standard errors by which a rank has to be slower than the middle one, and not by chance
+_SURE = 3.0  # standard errors by which a rank is slower than the middle one not by chance
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from mpicomp.bench.report.numbers import amount, capital, digits, listed, seconds, times
+from mpicomp.bench.report.numbers import amount, digits, listed, seconds, times
 from mpicomp.bench.report.plots import points
 from mpicomp.bench.report.runs import Array, Run
 
@@ -15,14 +15,14 @@ _MIN_EVALUATIONS = 5  # on held-out data; with fewer the training loss is compar
 
 def verdict(runs: Sequence[Run]) -> list[str]:
     """Return sentences, the most important one first."""
-    if len(runs) == 1:
-        return _single(runs[0])
-    return [sentence for sentence in (_race(runs), _final_quality(runs), _costs(runs), _differences(runs)) if sentence]
-
-
-def _single(run: Run) -> list[str]:
+    if len(runs) > 1:
+        order = sorted(runs, key=lambda run: run.step_s)
+        parts = [f"{run.name} {seconds(run.step_s)} and {amount(run.bytes_per_step[0])}" for run in order]
+        costs = f"A step takes, and sends from a rank: {listed(parts)}."
+        return [sentence for sentence in (_race(runs), _final_quality(runs), costs, _differences(runs)) if sentence]
+    run = runs[0]
     if run.outcome is not None:
-        return [f"{capital(part)}." for part in run.outcome.verdict.split("; ", 1)]
+        return [f"{part[:1].upper()}{part[1:]}." for part in run.outcome.verdict.split("; ", 1)]
     sent, dense = run.bytes_per_step
     fewer = f", {times(dense / sent)} fewer than with a dense ring" if sent else ""
     return [
@@ -96,13 +96,7 @@ def _final_quality(runs: Sequence[Run]) -> str | None:
     sign = -1 if better == "higher" else 1
     order = sorted(values, key=lambda run: (not math.isfinite(values[run]), sign * values[run]))
     reached = listed([f"{run} {digits(values[run])}" for run in order])
-    return f"{capital(name)} in the end, {better} is better: {reached}."
-
-
-def _costs(runs: Sequence[Run]) -> str:
-    order = sorted(runs, key=lambda run: run.step_s)
-    parts = [f"{run.name} {seconds(run.step_s)} and {amount(run.bytes_per_step[0])}" for run in order]
-    return f"A step takes, and sends from a rank: {listed(parts)}."
+    return f"{name[:1].upper()}{name[1:]} in the end, {better} is better: {reached}."
 
 
 def _differences(runs: Sequence[Run]) -> str:

@@ -55,8 +55,3 @@ def listed(parts: Sequence[str]) -> str:
     ('a', 'a, b and c')
     """
     return parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} and {parts[-1]}"
-
-
-def capital(text: str) -> str:
-    """Return a text with its first letter as a capital."""
-    return text[:1].upper() + text[1:]

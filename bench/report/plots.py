@@ -9,8 +9,9 @@ from cycler import cycler
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
+from mpicomp.bench.measure.run_fields import PHASES
 from mpicomp.bench.report.numbers import amount, digits, listed, seconds, times
-from mpicomp.bench.report.runs import PHASES, Array, Run
+from mpicomp.bench.report.runs import Array, Run
 
 _MAX_POINTS = 100  # of a curve
 _STEPS_PER_POINT = 5  # at least, where there are many more steps

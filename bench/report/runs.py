@@ -3,23 +3,19 @@
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import takewhile
 from pathlib import Path
 
 import msgspec
 import numpy as np
-from mpicomp.bench.measure.run_fields import RunObject
+from mpicomp.bench.measure.run_fields import PHASES, RunObject
 from numpy.typing import NDArray
 
 from mpicomp.errors import ConfigurationError
 
 Array = NDArray[np.float64]
-
-PHASES = ("compute", "compress", "exchange", "decode", "update", "other")
-"""Parts of a step, in the order in which they are drawn."""
 
 MAX_RUNS = 8  # as many as there are colors that can be distinguished
 _MAX_START_STEPS = 5
@@ -95,10 +91,6 @@ class Run:
             return self.outcome.wire_bytes / steps, self.outcome.dense_wire_bytes / steps
         return float(self.column("wire_bytes").mean()), float(self.column("dense_wire_bytes").mean())
 
-    @property
-    def steps(self) -> int:
-        return len(self.lines) if self.lines or self.outcome is None else self.outcome.steps
-
     @cached_property
     def shares(self) -> dict[str, Array]:
         """For each plan the share of the elements that it carried, over steps; the largest comes first."""
@@ -141,8 +133,6 @@ class Run:
 def plan_in_words(compressor: dict[str, object], collective: str) -> str:
     """Return the compressor, its ratio and the collective.
 
-    >>> plan_in_words({"id": "topk", "ratio": 0.01}, "allgather")
-    'topk 0.01 by allgather'
     >>> plan_in_words({"id": "topk", "ratio": 0.01, "layers": {"b": 1.0}}, "allgather")
     'topk by layer by allgather'
     """
@@ -153,38 +143,35 @@ def plan_in_words(compressor: dict[str, object], collective: str) -> str:
 
 def read_lines(path: str) -> list[Line]:
     """Read a file of --metrics; a last line that was torn as its job ended is left out."""
-    lines = list(_decoded(path))
-    if not lines:
-        raise ConfigurationError(f"report: '{path}' holds no step; name a file that train has written with --metrics")
-    return lines
-
-
-def _decoded(path: str) -> Iterator[Line]:
+    lines = []
     decode = msgspec.json.Decoder(Line).decode
     with open(path, "rb") as file:
         for number, text in enumerate(file, 1):
             try:
                 try:
-                    line = decode(text)
+                    lines.append(decode(text))
                 except msgspec.DecodeError:
-                    line = decode(_NOT_JSON.sub(b"null", text))
+                    lines.append(decode(_NOT_JSON.sub(b"null", text)))
             except msgspec.DecodeError as error:
                 if text.endswith(b"\n"):
                     raise ConfigurationError(
                         f"report: line {number} of '{path}' is no step of --metrics ({error}); name files that "
                         "train has written with --json or --metrics"
                     ) from error
-            else:
-                yield line
+    if not lines:
+        raise ConfigurationError(f"report: '{path}' holds no step; name a file that train has written with --metrics")
+    return lines
 
 
 def read_runs(paths: Sequence[str]) -> list[Run]:
     """Read files; those whose names are the same before the ending are one run."""
     found: dict[str, Run] = {}
+    stems = {str(Path(path).with_suffix("")): Path(path).stem for path in paths}
     for path in dict.fromkeys(paths):
         key = str(Path(path).with_suffix(""))
         read = _read(path)
-        run = found.setdefault(key, Run(Path(path).stem))
+        unique = list(stems.values()).count(stems[key]) == 1
+        run = found.setdefault(key, Run(stems[key] if unique else key))
         if (run.outcome and isinstance(read, RunObject)) or (run.lines and isinstance(read, list)):
             raise ConfigurationError(
                 f"report: two files of the run '{key}' are of the same kind; name one of --json and one of --metrics"
@@ -206,7 +193,6 @@ def read_runs(paths: Sequence[str]) -> list[Run]:
     if len(tasks) > 1:
         got = " and ".join(f"{task} ({name})" for task, name in tasks.items())
         raise ConfigurationError(f"report: runs of one task can be compared, got {got}; make a report of each")
-    _shorten_names(runs)
     return runs
 
 
@@ -228,13 +214,3 @@ def _read(path: str) -> RunObject | list[Line]:
         raise ConfigurationError(
             f"report: '{path}' was not written by train ({error}); name a file of --json or --metrics"
         ) from error
-
-
-def _shorten_names(runs: Sequence[Run]) -> None:
-    same = takewhile(lambda letters: len(set(letters)) == 1, zip(*(run.name for run in runs), strict=False))
-    common = "".join(letters[0] for letters in same) if len(runs) > 1 else ""
-    cut = max(common.rfind(mark) for mark in "-_. ") + 1
-    names = [run.name[cut:] or run.name for run in runs]
-    for index, run in enumerate(runs):
-        number = names[: index + 1].count(names[index])
-        run.name = f"{names[index]} {number}" if names.count(names[index]) > 1 else names[index]

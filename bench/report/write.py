@@ -9,32 +9,30 @@ from typing import Any
 
 import jinja2
 import matplotlib
-from matplotlib.figure import Figure
-from mpicomp.bench.measure.run_fields import Quality, RunObject
+from mpicomp.bench.measure.run_fields import PHASES, RunObject
 from mpicomp.bench.report.comparison import verdict
 from mpicomp.bench.report.numbers import amount, digits, seconds
 from mpicomp.bench.report.plots import STYLE, chosen, loss, phases, plans_in_words, sent_bytes
-from mpicomp.bench.report.runs import PHASES, Run, read_runs
+from mpicomp.bench.report.runs import Run
 
 from mpicomp._version import __version__
 from mpicomp.job import whole_file
 
 
-def write_report(paths: Sequence[str], output: str, folder: str | None = None) -> int:
-    """Write the report of one run, or of several compared; return the number of its pictures."""
-    return draw_report(read_runs(paths), output, folder)
-
-
 def draw_report(runs: list[Run], output: str, folder: str | None = None) -> int:
-    """Write the report of runs that have been read; see `write_report`."""
+    """Write the report of one run, or of several compared; return the number of its pictures."""
     with matplotlib.rc_context(STYLE):
         found = [loss(runs), phases(runs), sent_bytes(runs), chosen(runs)]
         pictures = [picture for picture in found if picture is not None]
-        sources = {picture.name: _data_url(picture.figure) for picture in pictures}
-        for picture in pictures if folder is not None else ():
-            Path(str(folder)).mkdir(parents=True, exist_ok=True)
-            picture.figure.savefig(Path(str(folder), f"{picture.name}.svg"))
-            picture.figure.savefig(Path(str(folder), f"{picture.name}.png"), dpi=288)
+        sources = {}
+        for picture in pictures:
+            image = io.BytesIO()
+            picture.figure.savefig(image, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
+            sources[picture.name] = f"data:image/svg+xml;base64,{base64.b64encode(image.getvalue()).decode()}"
+            if folder is not None:
+                Path(folder).mkdir(parents=True, exist_ok=True)
+                picture.figure.savefig(Path(folder, f"{picture.name}.svg"))
+                picture.figure.savefig(Path(folder, f"{picture.name}.png"), dpi=288)
     page = jinja2.Environment(autoescape=True).from_string((files(__package__) / "page.html").read_text("utf-8"))
     text = page.render(
         version=__version__,
@@ -51,12 +49,6 @@ def draw_report(runs: list[Run], output: str, folder: str | None = None) -> int:
     with whole_file(output) as file:
         file.write(text)
     return len(pictures)
-
-
-def _data_url(figure: Figure) -> str:
-    file = io.BytesIO()
-    figure.savefig(file, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
-    return f"data:image/svg+xml;base64,{base64.b64encode(file.getvalue()).decode()}"
 
 
 def plan_name(outcome: RunObject) -> str:
@@ -81,8 +73,12 @@ def _size(runs: Sequence[Run]) -> str:
             values = sorted({getattr(outcome, key) for outcome in outcomes})
             parts.append(f"{' or '.join(map(str, values))} {key.removesuffix('s') if values == [1] else key}")
         parts.append(f"{outcomes[0].parameters:,} parameters")
-    steps = sorted({run.steps for run in runs})
+    steps = sorted(set(map(_steps, runs)))
     return " · ".join([*parts, f"{' or '.join(f'{count:,}' for count in steps)} steps"])
+
+
+def _steps(run: Run) -> int:
+    return len(run.lines) if run.lines or run.outcome is None else run.outcome.steps
 
 
 def _field(key: str, form: Callable[[Any], str] = str) -> Callable[[Run], str]:
@@ -93,17 +89,13 @@ def _field(key: str, form: Callable[[Any], str] = str) -> Callable[[Run], str]:
     return text
 
 
-def _quality(quality: Quality) -> str:
-    return f"{quality['name']} {digits(quality['value'])}"
-
-
 # Settings and outcomes of a run by the names of their rows; rows without any are left out.
 _ROWS: dict[str, Callable[[Run], str]] = {
     **{name: _field(name) for name in ("policy", "compressor", "collective", "exchange")},
     "warm-up": _field("warmup"),
     **{name: _field(name) for name in ("ranks", "hosts", "seed")},
-    "steps": lambda run: f"{run.steps:,}",
-    "quality": _field("quality", _quality),
+    "steps": lambda run: f"{_steps(run):,}",
+    "quality": _field("quality", lambda quality: f"{quality['name']} {digits(quality['value'])}"),
     "a step, median": lambda run: seconds(run.step_s),
     **{f"of it {name}": lambda run, name=name: seconds(run.phases_s[name]) for name in PHASES},  # type: ignore[misc]
     "a dense step, estimate": _field("dense_step_s", seconds),

@@ -7,6 +7,7 @@ import re
 import warnings
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import numpy as np
 
@@ -27,7 +28,7 @@ def standard_library(task: str) -> list[str]:
     """Return the standard library's sources, one string a file, in the order of their paths."""
     root = os.path.dirname(os.__file__)
     documents = [
-        _decoded(_content(path))
+        _decoded(Path(path).read_bytes())
         for path in _files(root, _SKIPPED)
         # _sysconfigdata holds this build's paths and flags.
         if path.endswith(".py") and not os.path.basename(path).startswith("_sysconfigdata")
@@ -46,10 +47,10 @@ def from_path(task: str, path: str) -> list[str]:
     left = LIMIT_BYTES
     try:
         for file in _files(path, frozenset()) if folder else [path]:
-            if folder and b"\0" in _content(file, 1024):  # a binary file
+            with open(file, "rb") as opened:
+                content = opened.read(left + 1)  # one byte more than allowed tells a cut from an end
+            if folder and b"\0" in content[:1024]:  # a binary file
                 continue
-            # One byte more than allowed tells a cut from an end.
-            content = _content(file, left + 1)
             left -= len(content)
             documents.append(_decoded(content))
             if left < 0:
@@ -85,7 +86,7 @@ def split(documents: list[str]) -> tuple[list[str], list[str]]:
 
 
 def _files(root: str, skipped: frozenset[str]) -> Iterator[str]:
-    """Yield files below a folder in an order that does not depend on the file system."""
+    # In an order that does not depend on the file system.
     for folder, folders, files in os.walk(root):
         folders[:] = sorted(name for name in folders if name not in skipped and not name.startswith("."))
         paths = (os.path.join(folder, name) for name in sorted(files) if not name.startswith("."))
@@ -93,17 +94,12 @@ def _files(root: str, skipped: frozenset[str]) -> Iterator[str]:
         yield from filter(os.path.isfile, paths)
 
 
-def _content(path: str, nbytes: int = -1) -> bytes:
-    with open(path, "rb") as file:
-        return file.read(nbytes)
-
-
 def _decoded(content: bytes) -> str:
     return content.decode("utf-8", errors="replace").replace("\r\n", "\n")
 
 
 def _blocks(text: str) -> Iterator[str]:
-    """Cut a text at line ends; a line longer than a block is cut where the block ends."""
+    # At line ends; a line longer than a block is cut where the block ends.
     start = 0
     while start < len(text):
         end = text.find("\n", start + _BLOCK - 1, start + 2 * _BLOCK) + 1

@@ -21,10 +21,6 @@ _SPLIT_SEED = 1797
 _HELD_OUT = 0.25  # share of the held-out samples
 
 
-class _MissingError(ValueError):
-    """Already a message for the user."""
-
-
 @register
 class Digits(Task):
     """Classify the 1,797 images of 8 x 8 pixels that come with scikit-learn; quality is held-out accuracy.
@@ -151,13 +147,8 @@ def _load(task: str, path: str) -> tuple[np.ndarray, np.ndarray]:
                 raise ValueError("one array without a name")
             missing = [key for key in ("x", "y") if key not in archive]
             if missing:
-                found = ", ".join(archive.files) or "nothing"
-                raise _MissingError(
-                    f"{task}: data: {path!r} lacks {' and '.join(missing)}, it holds {found}; {expected}"
-                )
+                raise ValueError(f"it lacks {' and '.join(missing)} and holds {', '.join(archive.files) or 'nothing'}")
             x, y = archive["x"], archive["y"]
-    except _MissingError:
-        raise
     except (OSError, ValueError, EOFError, TypeError, pickle.UnpicklingError, zipfile.BadZipFile) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ValueError(f"{task}: data: cannot read {path!r} ({reason}); {expected}") from error

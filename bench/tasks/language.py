@@ -40,7 +40,7 @@ class LanguageTask(Task):
     def __init__(self, seed: int = 0, data: str | os.PathLike[str] | None = None) -> None:
         self.seed = seed
         if data is None:
-            self._tokens, test, self.tokens = _bundled(self.name, self.vocabulary)
+            self._tokens, test, self.tokens = _bundled(self.name, self.vocabulary)  # once, whatever the seeds
         else:
             documents = corpus.from_path(self.name, os.fsdecode(data))
             self._tokens, test, self.tokens = _tokens(documents, self.vocabulary)
@@ -77,7 +77,7 @@ class LanguageTask(Task):
         return total / len(indices)
 
     def _samples(self, tokens: np.ndarray) -> np.ndarray:
-        """View the text as samples that share no target: each is `length` tokens and the one after them."""
+        # They share no target: each is `length` tokens and the one after them.
         if len(tokens) <= self.length:
             return np.empty((0, self.length + 1), tokens.dtype)
         return np.lib.stride_tricks.sliding_window_view(tokens, self.length + 1)[:: self.length]
@@ -95,5 +95,4 @@ def _tokens(documents: list[str], size: int) -> tuple[np.ndarray, np.ndarray, in
 
 @functools.cache
 def _bundled(task: str, size: int) -> tuple[np.ndarray, np.ndarray, int]:
-    """Tokenise the standard library once a process, however many seeds of a task are loaded."""
     return _tokens(corpus.standard_library(task), size)

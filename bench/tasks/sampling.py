@@ -28,7 +28,8 @@ class Sampler:
 
     def indices(self, step: int, rank: int, ranks: int) -> np.ndarray:
         """Return the sample numbers of one rank in one step."""
-        check_rank(self.name, rank, ranks)
+        if not 0 <= rank < ranks:
+            raise ValueError(f"{self.name}: rank must be in 0..{ranks - 1}, got {rank}")
         steps_an_epoch = self.samples // (self.batch * ranks)
         if steps_an_epoch == 0:
             raise ValueError(
@@ -41,12 +42,6 @@ class Sampler:
             self._epoch = epoch
         start = (within * ranks + rank) * self.batch
         return self._order[start : start + self.batch]
-
-
-def check_rank(name: str, rank: int, ranks: int) -> None:
-    """Refuse a rank outside of 0 to ranks - 1."""
-    if not 0 <= rank < ranks:
-        raise ValueError(f"{name}: rank must be in 0..{ranks - 1}, got {rank}")
 
 
 def evenly(samples: int, share: float) -> np.ndarray:

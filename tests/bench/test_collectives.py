@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from mpicomp.bench import collectives
 from mpicomp.bench.collectives import Settings, measure, plans_of
-from mpicomp.bench.measure.exchanges import Plan
+from mpicomp.bench.measure.exchanges import Plan, Ran
 from mpicomp.bench.measure.mean_check import Check
 from mpicomp.bench.measure.timed_plan import OSU_HEADER, osu_blocks
 
@@ -31,18 +31,16 @@ class Scripted:
 
     def __init__(self, plan, gradients, transport, residuals, model):
         self.plan, self.numel = plan, gradients.numel
-        self.steps, self.checks, self.ran, self.predicted, self.gains = [], [], [], [], []
+        self.steps, self.checks, self.ran = [], [], []
         self.route = None
 
     def step(self, check=False):
         if self.numel == collectives._COMPILED_NUMEL:
             return
         times = self.seconds[self.plan.name]
-        self.steps.append(np.array([[times[min(len(self.steps), len(times) - 1)], 0, 0, 0, 0, 8, 9]], float))
-        self.ran.append(self.plan.name)
+        self.steps.append(np.array([[times[min(len(self.steps), len(times) - 1)], 0, 0, 0, 0, 8, 9, 0, 1]], float))
+        self.ran.append(Ran(self.plan.name, None, 0.5))
         self.ran_in_order.append(self.plan.name)
-        self.predicted.append(None)
-        self.gains.append(0.5)
         if check:
             self.checks.append(Check(0.0, 1.0, True))
 
@@ -54,8 +52,6 @@ class Scripted:
 
     def slowest(self):
         return [float(step[0, 0]) for step in self.steps]
-
-    spans = slowest
 
 
 @pytest.fixture
@@ -69,9 +65,6 @@ def scripted(monkeypatch):
         Scripted.seconds, Scripted.ran_in_order = seconds, []
         seconds["dense MPI_Allreduce"] = [library]
         monkeypatch.setattr(collectives, "Runner", Scripted)
-        plan = Plan(Dense(), "MPI_Allreduce")
-        make = lambda gradients, transport: Scripted(plan, gradients, transport, None, None)  # noqa: E731
-        monkeypatch.setattr(collectives, "LibraryRunner", make)
         monkeypatch.setattr(
             collectives,
             "plans_of",
@@ -80,8 +73,8 @@ def scripted(monkeypatch):
         if expected is not None:
             original = collectives._Bench._expect
 
-            def expect(self, plans, numel, settings=""):
-                timings = original(self, plans, numel, settings)
+            def expect(self, plans, numel):
+                timings = original(self, plans, numel)
                 for timing in timings:
                     timing.expected_s = expected[timing.plan.collective]
                 return sorted(timings, key=lambda timing: timing.expected_s)

@@ -8,8 +8,8 @@ import recordings
 from golden import check_golden
 from mpicomp.bench.measure.chosen_plans import Ran
 from mpicomp.bench.measure.probe import Probe
-from mpicomp.bench.measure.run_fields import RunObject
-from mpicomp.bench.measure.timings import PHASES, Slowest
+from mpicomp.bench.measure.run_fields import PHASES, RunObject
+from mpicomp.bench.measure.timings import Slowest
 from mpicomp.bench.train import Trained, estimate, judge, table
 
 import mpicomp

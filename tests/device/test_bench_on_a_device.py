@@ -158,7 +158,7 @@ def test_the_commands_that_train_take_torchs_device(words, one_rank, monkeypatch
     pytest.importorskip("sklearn")
     asked = []
     monkeypatch.setattr(devices, "torch_device", lambda *given: asked.append(given) or torch.device("cpu", 0))
-    monkeypatch.setattr(devices, "torch_name", str)
+    monkeypatch.setattr(torch.cuda, "get_device_name", str)
     more = ["--exchange", "none,topk"] if "training" in words else ["--compressor", "topk", "--no-verdict"]
     assert main([*words, "--task", "digits", "--steps", "2", *more, "--device", "gpu"]) == 0
     assert [number for _, number in asked] == [0]

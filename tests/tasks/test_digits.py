@@ -55,8 +55,8 @@ X, Y = np.zeros((100, 8, 8)), np.arange(100) % 10
 @pytest.mark.parametrize(
     ("arrays", "message"),
     [
-        ({"x": X}, "lacks y, it holds x; expected an .npz file with arrays x and y"),
-        ({"images": X}, "lacks x and y, it holds images"),
+        ({"x": X}, "lacks y and holds x.; expected an .npz file with arrays x and y"),
+        ({"images": X}, "lacks x and y and holds images"),
         ({"x": X, "y": Y[:-1]}, "x and y must be equally long, got 100 samples and 99 labels"),
         ({"x": X, "y": Y * 1.0}, "y must be n integer labels, got dtype float64"),
         ({"x": X, "y": Y.astype(str)}, "y must be n integer labels, got dtype"),

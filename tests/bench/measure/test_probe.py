@@ -68,5 +68,5 @@ def test_slow_kernels_are_repeated_less():
                 pass
 
     quick, slow, copy = Nap("quick"), Nap("slow"), Nap("quick")
-    take_turns([quick, slow], copy, 16)
+    take_turns([quick, slow], copy, 1, 16)
     assert (len(quick.seconds), len(slow.seconds), len(copy.seconds)) == (16, 4, 20)

@@ -81,7 +81,7 @@ def test_read_runs_joins_files_of_one_name(tmp_path):
         write_lines(tmp_path / f"{name}.jsonl", 20)
         write_outcome(tmp_path / f"{name}.json", 20)
     runs = read_runs([str(path) for path in sorted(tmp_path.iterdir())])
-    assert [run.name for run in runs] == ["auto", "topk"]
+    assert [run.name for run in runs] == ["lab-auto", "lab-topk"]
     assert all(run.outcome is not None and run.lines for run in runs)
     write_outcome(tmp_path / "lab-topk.json", 21)
     with pytest.raises(ConfigurationError, match="--json has 21 steps, --metrics 20"):
