@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 from mpicomp.bench.measure.exchanges import MPI, Plan, Residuals, Runner, in_turn
 from mpicomp.bench.measure.feedback import Gradients
-from mpicomp.bench.measure.interleaved import without_garbage
 from mpicomp.bench.measure.intervals import INTERVAL_SAMPLES, is_narrow, ratio_interval
 from mpicomp.bench.measure.timed_plan import TimedPlan, rows_of
+from mpicomp.bench.timed_kernels import without_garbage
 
 from mpicomp.collectives import bind, variants
 from mpicomp.compressors import Compressor, Dense

@@ -5,17 +5,25 @@ import importlib.util
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-from mpicomp.bench.measure.feedback import DTYPE, POOL, Gradients, Selecting, Settled, make_bucket, write_plain
-from mpicomp.bench.measure.interleaved import Kernel, take_turns
-from mpicomp.bench.timed_kernels import Argpartition, Compress, Copy, Decode, Pack, Spectrum, TorchTopk, Unpack
+from mpicomp.bench.measure.feedback import Gradients, Selecting, Settled, make_bucket, write_plain
+from mpicomp.bench.timed_kernels import (
+    Argpartition,
+    Compress,
+    Copy,
+    Decode,
+    Kernel,
+    Pack,
+    Spectrum,
+    TorchTopk,
+    Unpack,
+    take_turns,
+)
 from numpy.typing import NDArray
 
 from mpicomp.compressors import Compressor, Context, Quantiser, Sparsifier, TopK, compressor_class, list_compressors
-from mpicomp.errors import ConfigurationError
 from mpicomp.gpu import HOST, Device
 from mpicomp.mpi.rounds import Group
 from mpicomp.reducer.bucket import Bucket
@@ -26,7 +34,6 @@ SUITED = {"threshold": {"limit": 14.0}}
 
 _RANKS = 4  # number of messages that are decoded into a mean
 _SETTLING_NUMEL = 1 << 18  # of the array on which a residual is brought to its steady state
-_MAX_NUMEL = 1 << 32  # indices travel in 32 bits
 _AHEAD_S = 1e-3  # seconds of other work before a call, in which the host gets ahead of the device
 _GPU_COMPRESSORS = ("topk", "sidco")  # those with a GPU kernel of their own from gradient to selection
 
@@ -52,21 +59,6 @@ def measurable(device: str = "cpu") -> list[str]:
     kinds = Sparsifier | Quantiser
     names = [name for name in list_compressors() if issubclass(compressor_class(name), kinds)]
     return names if device == "cpu" else [name for name in names if name in _GPU_COMPRESSORS]
-
-
-def check_memory(settings: Settings) -> None:
-    """Refuse arrays that are too long to be selected from, or that would not fit into memory."""
-    if settings.numel >= _MAX_NUMEL:
-        raise ConfigurationError(f"bench kernels: --numel must be below 2**32, got {settings.numel}")
-    # Gradients, the bucket, the copy, magnitudes, the rivals' results and, for each ratio, a sum and a mean;
-    # the quantisers' messages, which they share, and a mean.
-    arrays = POOL + 2 + 1 + 1 + 6 + 2 * len(settings.ratios) + 2
-    needed, free = arrays * settings.numel * DTYPE.itemsize, _available_bytes()
-    if free is not None and needed > free:
-        raise ConfigurationError(
-            f"bench kernels: --numel {settings.numel} needs {needed / 1e9:.1f} GB of memory and {free / 1e9:.1f} GB "
-            "are free; choose a smaller one"
-        )
 
 
 def measure(settings: Settings, device: Device = HOST) -> list[dict[str, Any]]:
@@ -203,12 +195,3 @@ def _step_messages(ratio: float, gradients: Gradients) -> tuple[Any, int, list[A
         array = accumulated.array().copy()
         kernel.bucket.keep(selection, finite=True)
     return array, selection.indices.size, messages
-
-
-def _available_bytes() -> int | None:
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return None
-    found = [line.split()[1] for line in lines if line.startswith("MemAvailable:")]
-    return 1024 * int(found[0]) if found else None

@@ -7,11 +7,13 @@ from itertools import pairwise
 import numpy as np
 
 PHASES = ("compute", "compress", "exchange", "decode", "update", "other")
+SHARES = dict(zip(PHASES, (0.4, 0.1, 0.3, 0.05, 0.1, 0.05), strict=True))
+CONFIG = {"id": "topk", "ratio": 0.01, "layers": None, "wire": None, "indices": "auto"}
 
 
 def line(step, layers, buckets, rng, *, step_s=0.02, ratio=0.01, loss=None, quality=None):
     """Return the object of one step."""
-    phases = {name: step_s * share for name, share in zip(PHASES, (0.4, 0.1, 0.3, 0.05, 0.1, 0.05), strict=True)}
+    phases = {name: step_s * share for name, share in SHARES.items()}
     phases["exchange"] *= float(rng.lognormal(0, 0.3))
     parts = [
         {"name": f"blocks.{place}.weight", "numel": 1000 + place, "ratio": float(kept), "gain": float(kept**0.3)}
@@ -49,7 +51,7 @@ def bucket(place, parts, phases, ratio, energy, buckets):
         "bucket": place,
         "parameters": len(parts),
         "numel": sum(part["numel"] for part in parts),
-        "compressor": {"id": "topk", "ratio": ratio, "layers": None, "wire": None, "indices": "auto"},
+        "compressor": CONFIG | {"ratio": ratio},
         "collective": "allgather",
         "reason": "auto: least predicted seconds of 7 plans",
         "ratio": ratio,
@@ -85,14 +87,12 @@ def write_outcome(path, steps, **fields):
 
 def outcome(steps, ranks=2, layers=8, step_s=0.02, quality=0.95, **fields):
     """Return the object of --json."""
-    phases = {name: step_s * share for name, share in zip(PHASES, (0.4, 0.1, 0.3, 0.05, 0.1, 0.05), strict=True)}
-    config = {"id": "topk", "ratio": 0.01, "layers": None, "wire": None, "indices": "auto"}
     return {
         "schema": 1,
         "task": "digits",
         "shard": 1,
         "compressor": "topk",
-        "compressor_config": config,
+        "compressor_config": CONFIG,
         "ratio": 0.01,
         "collective": "allgather",
         "exchange": "gradients",
@@ -109,7 +109,7 @@ def outcome(steps, ranks=2, layers=8, step_s=0.02, quality=0.95, **fields):
         "parameters": 1000 * layers,
         "quality": {"name": "held-out accuracy", "value": quality, "better": "higher"},
         "median_step_s": step_s,
-        "phases_s": phases,
+        "phases_s": {name: step_s * share for name, share in SHARES.items()},
         "choosing_s": 0.0001,
         "exchange_s": 0.005,
         "dense_exchange_s": 0.05,
@@ -121,7 +121,7 @@ def outcome(steps, ranks=2, layers=8, step_s=0.02, quality=0.95, **fields):
         "delay": 3.0,
         "ratios": {"median": 0.01, "least": 0.01, "most": 0.01},
         "plans": [
-            {"compressor": "topk", "compressor_config": config, "ratio": 0.01, "collective": "allgather", "share": 1.0}
+            {"compressor": "topk", "compressor_config": CONFIG, "ratio": 0.01, "collective": "allgather", "share": 1.0}
         ],
         "sent_bytes": 2000 * steps,
         "wire_bytes": 2000 * steps,

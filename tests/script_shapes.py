@@ -1,13 +1,7 @@
-"""Two training scripts of the shapes that public ones have; what an exchange needs is one call, ``distribute``.
-
-``python script_shapes.py FOLDER`` runs them on the ranks of a job: whole, and stopped and resumed; rank 0 prints what
-came of it as one JSON object.
-"""
+"""Two training scripts of the shapes that public ones have; what an exchange needs is one call, ``distribute``."""
 
 import hashlib
-import json
 import shutil
-import sys
 import types
 import warnings
 from functools import partial
@@ -176,26 +170,3 @@ def bits(model):
     """Return a digest of the bits of a model's parameters."""
     values = [parameter.detach().contiguous().view(-1).view(torch.uint8) for parameter in model.parameters()]
     return hashlib.sha1(torch.cat(values).numpy().tobytes()).hexdigest()
-
-
-def main(folder):
-    """Run all scripts on the ranks of this job, as hosts of a cluster run them, and print what came of it."""
-    from mpi4py import MPI
-
-    comm, found = MPI.COMM_WORLD, {}
-    torch.set_num_threads(1)
-    for name, script in SCRIPTS.items():
-        for settings in ({}, {"compressor": "topk", "collective": "allgather", "warmup": 0}):
-            whole, resumed = stopped_and_resumed(script, comm, folder, settings)
-            rows = comm.allgather([bits(whole[0]), bits(resumed[0])])
-            by_name = found.setdefault(name, {"replicas": [], "resumed": [], "overlaps": [], "warnings": []})
-            by_name["replicas"].append(all(row == rows[0] for row in rows))
-            by_name["resumed"].append(rows[0][0] == rows[0][1])
-            by_name["overlaps"].append(whole[1])
-            by_name["warnings"].append(whole[2])
-    if comm.rank == 0:
-        print(json.dumps(found))
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])

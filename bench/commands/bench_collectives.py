@@ -213,8 +213,6 @@ class _Printer:
 
     def head(self, settings: Any) -> None:
         """Print where and how plans are measured, and the pairs that are left out."""
-        from mpicomp.bench.measure.results import clock
-
         from mpicomp.collectives import bind
         from mpicomp.errors import IncompatiblePairError
 
@@ -224,8 +222,6 @@ class _Printer:
             self.print_root(f"gradients are in the memory of GPUs; rank 0 has one {self.device}")
         if job["oversubscribed"]:
             self.print_root("more ranks than cores: seconds of computation, and of waiting for it, are not a cluster's")
-        resolution, overhead = clock()
-        self.print_root(f"clock: resolution {1e9 * resolution:.0f} ns, timing nothing takes {1e9 * overhead:.0f} ns")
         self.print_root("a sample is the slowest rank's time of one exchange, which all ranks begin at once")
         for compressor in settings.compressors:
             for name in settings.collectives or ():

@@ -38,20 +38,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Measure, and print a table."""
     from mpicomp.bench import devices
-    from mpicomp.bench.kernels import Settings, check_memory, measurable, measure
+    from mpicomp.bench.kernels import Settings, measurable, measure
     from mpicomp.bench.measure import results
 
-    from mpicomp.cli.options import check_writable, read_ratios
+    from mpicomp.cli.options import check_writable, read_numels, read_ratios
     from mpicomp.gpu import HOST
     from mpicomp.setting_checks import check_least
 
-    check_least(_COMMAND, "--numel", arguments.numel)
+    read_numels(_COMMAND, str(arguments.numel))
     check_least(_COMMAND, "--threads", arguments.threads)
     check_least(_COMMAND, "--repeats", arguments.repeats)
     ratios = read_ratios(_COMMAND, arguments.ratio)
     compressors = _compressors(arguments, ratios, measurable(arguments.device))
     settings = Settings(arguments.numel, tuple(ratios), tuple(compressors), arguments.threads, arguments.repeats)
-    check_memory(settings)
     check_writable(_COMMAND, arguments.json)
     name, device = "cpu", HOST
     where = f"{arguments.threads} thread{'s' * (arguments.threads > 1)}"

@@ -15,7 +15,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a file that train has written with --json or with --metrics; topk.json and topk.jsonl are one run",
     )
     parser.add_argument("-o", "--output", required=True, metavar="F.html", help="the page to write")
-    parser.add_argument("--pictures", metavar="DIR", help="write each picture as SVG and as PNG to DIR, too")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -27,13 +26,5 @@ def run(arguments: argparse.Namespace) -> int:
     from mpicomp.bench.report.runs import read_runs
     from mpicomp.bench.report.write import draw_report
 
-    from mpicomp.errors import ConfigurationError, FileWriteError
-
-    try:
-        pictures = draw_report(read_runs(arguments.runs), arguments.output, arguments.pictures)
-    except FileWriteError:
-        raise
-    except OSError as error:
-        raise ConfigurationError(f"report: {error}; name a folder that can be written") from error
-    print(f"{arguments.output}: {pictures} pictures" + (f", each in {arguments.pictures}" * bool(arguments.pictures)))
+    print(f"{arguments.output}: {draw_report(read_runs(arguments.runs), arguments.output)} pictures")
     return 0

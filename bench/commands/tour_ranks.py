@@ -36,16 +36,17 @@ def run(arguments: argparse.Namespace) -> int:
 
     first = transport.group.rank == 0
     finished: list[tuple[str, Any, str]] = []  # name, training, file of its lines on rank 0
-    with tempfile.TemporaryDirectory() as folder, _bars(first) as bars:
+    with tempfile.TemporaryDirectory() as folder:
         for name, settings in _trainings(arguments.steps):
+            if first:
+                print(name, flush=True)
             path = str(Path(folder, f"{len(finished)}.jsonl"))
             with MetricsWriter(path if first else None) as metrics:
                 task = load_task("tour", arguments, None, transport.group)
-                trained = train_measured(task, settings, transport, _row(first, bars, name), metrics)
+                trained = train_measured(task, settings, transport, _progress(first), metrics)
             assert not isinstance(trained, Stopped)
             finished.append((name, trained, path))
         if first:
-            bars.stop()
             _show(finished, arguments.report, arguments.simulated)
     transport.close()
     return 0
@@ -65,32 +66,11 @@ def _trainings(steps: int) -> Iterator[tuple[str, Any]]:
     yield _MUON, Settings(get_compressor(MUON_COMPRESSOR), "auto", get_policy("static"), updates=updates, **words)
 
 
-def _bars(visible: bool) -> Any:
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-
-    console = Console()
-    columns = (
-        TextColumn("{task.description:<16}"),
-        BarColumn(20),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[text]}"),
-    )
-    return Progress(*columns, disable=not visible or not console.is_terminal, console=console)
-
-
-def _row(visible: bool, bars: Any, name: str) -> Any:
+def _progress(visible: bool) -> Any:
     from mpicomp.bench.measure.progress import Progress
 
-    class Row(Progress):
+    class TourProgress(Progress):
         wire_bytes = 0.0
-
-        def _displayed(self, steps: int) -> Iterator[None]:
-            if bars.console.is_terminal:
-                self._bar, self._task = bars, bars.add_task(name, total=steps, text="")
-            else:
-                print(name, flush=True)
-            yield
 
         def _text(self, loss: float, seconds: float, record: Any) -> str:
             # Seconds are in the table only: its rows leave out the compilation of the first steps.
@@ -100,7 +80,7 @@ def _row(visible: bool, bars: Any, name: str) -> Any:
         def evaluating(self) -> None:
             """Print nothing: the next training begins."""
 
-    return Row(visible)
+    return TourProgress(visible)
 
 
 def _show(finished: list[tuple[str, Any, str]], report: str, is_simulated: bool) -> None:

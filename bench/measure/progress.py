@@ -35,27 +35,18 @@ class Progress:
         if not self._visible:
             yield
             return
-        with event.install_listener(_COMPILER_LOCK, _Compilation(self._compiling)):
-            yield from self._displayed(steps)
-
-    def _displayed(self, steps: int) -> Iterator[None]:
-        from rich.console import Console  # an extra, which only a terminal needs
+        from rich.console import Console  # an extra
         from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
         from rich.progress import Progress as Bar
 
-        if not Console().is_terminal:
-            yield
-            return
-        self._bar = Bar(
-            TextColumn("training"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[text]}"),
-            TimeRemainingColumn(),
-            redirect_stderr=sys.stderr.isatty(),  # else rich prints warnings on stdout, cut to the terminal's width
-        )
-        with self._bar:
-            self._task = self._bar.add_task("training", total=steps, text="")
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(event.install_listener(_COMPILER_LOCK, _Compilation(self._compiling)))
+            if Console().is_terminal:
+                columns = "training", BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[text]}")
+                # Unless stderr is a terminal, rich would print warnings on stdout, cut to the terminal's width.
+                bar = Bar(*columns, TimeRemainingColumn(), redirect_stderr=sys.stderr.isatty())
+                self._bar = stack.enter_context(bar)
+                self._task = bar.add_task("training", total=steps, text="")
             yield
 
     def step(self, step: int, loss: float, seconds: float, record: StepRecord, quality: float | None = None) -> None:

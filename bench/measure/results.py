@@ -1,24 +1,20 @@
 """Output of benchmarks: rows as tables and files, with the environment in which they were measured."""
 
+import contextlib
 import importlib.metadata
 import json
 import os
 import platform
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from mpicomp._version import __version__
 from mpicomp.job import abort, variables, whole_file
 from mpicomp.mpi.rounds import Group
 
 SCHEMA = 1
-
-_WIDEST = 10_000  # letters, more than any table has
 
 _VARIABLES = ("MPIR_CVAR_", "UCX_", "OMP_", "FI_", "MPICOMP_")
 """Prefixes of environment variables that change the behavior of MPI."""
@@ -93,10 +89,14 @@ def write(
     job: Mapping[str, Any] | None = None,
 ) -> None:
     """Write rows and their environment, of versions and the processor, as one JSON object."""
+    versions: dict[str, str | None] = dict.fromkeys(("numpy", "numba", "torch"))
+    for name in versions:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[name] = importlib.metadata.version(name)
     environment = {
         "mpicomp": __version__,
         "python": platform.python_version(),
-        **{name: _version(name) for name in ("numpy", "numba", "torch")},
+        **versions,
         "cupy": getattr(sys.modules.get("cupy"), "__version__", None),  # its packages have many names
         "cpu": _cpu(),
         "cores": len(os.sched_getaffinity(0)),
@@ -112,26 +112,7 @@ def write(
 def show(rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str]) -> None:
     """Print a table."""
     cells = [["" if row[name] is None else format(row[name], form) for name, form in columns.items()] for row in rows]
-    try:
-        from rich.console import Console
-        from rich.table import Table
-    except ImportError:
-        console = None
-    else:
-        console = Console()
-    flat = plain(list(columns), cells, [form == "" for form in columns.values()])
-    if console is None or not console.is_terminal:  # readers of a file or a pipe want no lines cut
-        print(flat, flush=True)
-        return
-    table = Table()
-    for name, form in columns.items():
-        table.add_column(name, justify="left" if form == "" else "right")
-    for line in cells:
-        table.add_row(*line)
-    if console.measure(table, options=console.options.update(width=_WIDEST)).maximum > console.width:
-        print(flat, flush=True)  # a terminal breaks whole lines, which is easier to read than columns of a letter
-    else:
-        console.print(table)
+    print(plain(list(columns), cells, [form == "" for form in columns.values()]), flush=True)
 
 
 def plain(header: Sequence[str], cells: Sequence[Sequence[str]], left: Sequence[bool]) -> str:
@@ -143,21 +124,8 @@ def plain(header: Sequence[str], cells: Sequence[Sequence[str]], left: Sequence[
     topk.compress   12.50
     """
     widths = [max(map(len, column)) for column in zip(header, *cells, strict=True)]
-    lines = [
-        "  ".join(
-            cell.ljust(width) if flush else cell.rjust(width)
-            for cell, width, flush in zip(line, widths, left, strict=True)
-        )
-        for line in [header, *cells]
-    ]
-    return "\n".join(line.rstrip() for line in lines)
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
+    forms = [f"{{:{'<' if flush else '>'}{width}}}" for width, flush in zip(widths, left, strict=True)]
+    return "\n".join("  ".join(forms).format(*line).rstrip() for line in [header, *cells])
 
 
 def _cpu() -> str:
@@ -167,17 +135,3 @@ def _cpu() -> str:
         lines = []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor() or platform.machine()
-
-
-_READINGS = 1000  # readings of the clock, of which its resolution and its cost are taken
-
-
-def clock() -> tuple[float, float]:
-    """Return the clock's resolution and the seconds of timing nothing; both measured."""
-    readings = [time.perf_counter() for _ in range(_READINGS)]
-    steps = np.diff(readings)
-    empty = []
-    for _ in range(_READINGS):
-        start = time.perf_counter()
-        empty.append(time.perf_counter() - start)
-    return float(steps[steps > 0].min()), float(np.median(empty))

@@ -1,10 +1,9 @@
-"""``mpicomp report``: files of runs in, one page out, and pictures for papers where they are asked for."""
+"""The page of ``mpicomp report``: runs in, one file out."""
 
 import base64
 import io
 from collections.abc import Callable, Sequence
 from importlib.resources import files
-from pathlib import Path
 from typing import Any
 
 import jinja2
@@ -19,7 +18,7 @@ from mpicomp._version import __version__
 from mpicomp.job import whole_file
 
 
-def draw_report(runs: list[Run], output: str, folder: str | None = None) -> int:
+def draw_report(runs: list[Run], output: str) -> int:
     """Write the report of one run, or of several compared; return the number of its pictures."""
     with matplotlib.rc_context(STYLE):
         found = [loss(runs), phases(runs), sent_bytes(runs), chosen(runs)]
@@ -29,10 +28,6 @@ def draw_report(runs: list[Run], output: str, folder: str | None = None) -> int:
             image = io.BytesIO()
             picture.figure.savefig(image, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
             sources[picture.name] = f"data:image/svg+xml;base64,{base64.b64encode(image.getvalue()).decode()}"
-            if folder is not None:
-                Path(folder).mkdir(parents=True, exist_ok=True)
-                picture.figure.savefig(Path(folder, f"{picture.name}.svg"))
-                picture.figure.savefig(Path(folder, f"{picture.name}.png"), dpi=288)
     page = jinja2.Environment(autoescape=True).from_string((files(__package__) / "page.html").read_text("utf-8"))
     text = page.render(
         version=__version__,

@@ -148,19 +148,6 @@ def residual_of(kernel):
 
 
 @pytest.mark.usefixtures("cupy")
-def test_step_on_a_gpu_reads_nothing():
-    """A reducer reads numbers with the messages that it receives."""
-    device = CudaDevice(0)
-    kernel = kernels.compress_on_gpu(TopK(ratio=0.1), Gradients(SHORT, device=device))
-    with device.active():
-        kernel.run()
-        before = device.reads, device.to_host_bytes
-        kernel.prepare()
-        kernel.run()
-        assert (device.reads, device.to_host_bytes) == before
-
-
-@pytest.mark.usefixtures("cupy")
 def test_command_without_a_gpu_is_refused(monkeypatch, capsys):
     def none():
         raise RuntimeError("cudaErrorNoDevice")

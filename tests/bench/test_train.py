@@ -52,15 +52,7 @@ def train_here(comm, tmp_path, capsys, *arguments):
     [
         slow(1, ["--compressor", "topk", "--ratio", "0.05"], "allgather", 0),
         (3, ["--compressor", "topk", "--ratio", "0.05", "--collective", "allgather"], "allgather", None),
-        slow(2, ["--compressor", "topk", "--ratio", "0.05"], "auto", None),
-        slow(2, ["--compressor", "topk", "--ratio", "0.1", "--collective", "star-topk"], "star-topk", None),
         slow(2, [], "auto", None),
-        slow(
-            2,
-            ["--compressor", '{"id": "dense", "wire": "bf16"}', "--collective", "scatter-reduce"],
-            "scatter-reduce",
-            None,
-        ),
     ],
 )
 def test_train_writes_what_its_lines_add_up_to(mpiexec, tmp_path, ranks, arguments, collective, numel_sent):
@@ -72,11 +64,7 @@ def test_train_writes_what_its_lines_add_up_to(mpiexec, tmp_path, ranks, argumen
     ran_as = [result[name] for name in ("task", "ranks", "hosts", "steps", "seed")]
     assert ran_as == ["digits", ranks, 1, 60, 3]
     if collective == "auto":
-        ran = {bucket["collective"] for line in lines[20:] for bucket in line["buckets"]}
-        if arguments:
-            assert result["collective"] == ("auto" if len(ran) > 1 else next(iter(ran)))
-        else:
-            assert result["collective"] in ran
+        assert result["collective"] in {bucket["collective"] for line in lines[20:] for bucket in line["buckets"]}
         assert all(bucket["reason"].startswith("auto: ") for line in lines[20:] for bucket in line["buckets"])
         assert all(bucket["predicted_s"] > 0 for line in lines for bucket in line["buckets"])
     else:
@@ -129,7 +117,7 @@ def check_choices(result, lines):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("policy", [slow('{"id": "auto", "fidelity": 0.5}'), "auto", slow("lgreco"), slow("static")])
+@pytest.mark.parametrize("policy", [slow('{"id": "auto", "fidelity": 0.5}'), "auto", slow("static")])
 def test_policy_with_a_compressor_runs_it_or_dense(mpiexec, tmp_path, policy):
     arguments = ["--task", "digits", "--steps", "40", "--compressor", "topk", "--policy", policy]
     done, result, lines = train(mpiexec, tmp_path, 2, *arguments)
@@ -168,12 +156,10 @@ def test_evaluate_every_leaves_losses_as_they_are(mpiexec, tmp_path):
     ("arguments", "warmup", "dense", "ratios"),
     [
         (["--compressor", "topk"], 4, 4, {0.01}),  # half of the run
-        slow(["--compressor", "topk", "--warmup", "0"], 0, 0, {0.01}),
         slow(["--compressor", "topk", "--collective", "allgather"], 0, 0, {0.01}),
         slow(["--compressor", "topk", "--collective", "allgather", "--warmup", "6"], 6, 6, {0.01}),
         slow(["--compressor", "topk", "--policy", "accordion", "--warmup", "2"], 2, 2, {0.01, 0.1}),
         (["--compressor", "topk", "--warmup", "ramp:4"], "ramp:4", 0, {0.25, 0.1118, 0.05, 0.02236, 0.01}),
-        slow([], 0, 0, set()),
     ],
     ids=str,
 )
@@ -184,9 +170,8 @@ def test_warmup_runs_dense_steps_first(mpiexec, tmp_path, arguments, warmup, den
     reasons = [line["buckets"][0]["reason"] for line in lines]
     assert sum(reason.startswith("warm-up") for reason in reasons) == (4 if warmup == "ramp:4" else warmup)
     reported = [line["buckets"][0]["ratio"] for line in lines if line["buckets"][0]["compressor"]["id"] == "topk"]
-    if arguments:  # one rank has nothing to gain from dense exchange, nor from another collective
-        assert len(reported) == 8 - dense
-        assert result["collective"] == "allgather"
+    assert len(reported) == 8 - dense
+    assert result["collective"] == "allgather"
     assert {float(f"{ratio:.4g}") for ratio in reported} <= ratios
     assert f"warmup {warmup}" in done.stdout if warmup else "warmup" not in done.stdout
 
@@ -225,7 +210,6 @@ def test_muon_is_local_muon(comm, tmp_path, capsys):
     ("arguments", "updates", "exchanges"),
     [
         (["--exchange", "updates", "--every", "3"], {"sync_every": 3}, [2, 5]),
-        slow(["--exchange", "updates"], {"sync_every": 1}, list(range(8))),
         slow(
             ["--exchange", '{"id": "updates", "outer": {"lr": 0.5}, "sync_every": 4}'],
             {"sync_every": 4, "outer": {"lr": 0.5}},
@@ -256,25 +240,18 @@ def test_updates_are_exchanged_at_their_interval(comm, tmp_path, capsys, argumen
     ("arguments", "text"),
     [
         (["--compressor", "topkk"], "unknown name 'topkk'; did you mean 'topk'"),
-        (["--compressor", '{"id": '], "--compressor must be a name or JSON"),
         (["--compressor", '{"ratio": 0.1}'], "names its compressor under 'id'"),
         (["--compressor", "topk", "--ratio", "0"], "ratio is the kept fraction"),
-        (["--compressor", "topk", "--ratio", "1.5"], "must be in (0, 1], got 1.5"),
         (["--compressor", "topk", "--collective", "allreduce"], "use allgather, star-topk"),
         (["--collective", "alreduce"], "unknown name 'alreduce'; did you mean 'allreduce'"),
         (["--policy", "statc"], "unknown name 'statc'; did you mean 'static'"),
-        (["--policy", '{"id": '], "--policy must be a name or JSON"),
         (["--policy", '{"fidelity": 0.9}'], "names its policy under 'id'"),
-        (["--policy", '{"id": "auto", "fidelity": 2}'], "must be in (0, 1], got 2"),
         (["--policy", '{"id": "auto", "fidel": 1}'], "name 'fidel'; did you mean 'fidelity'"),
         (["--policy", "auto", "--compressor", "onebit"], "which onebit cannot give"),
         (["--evaluate-every", "-1"], "--evaluate-every must be an integer of at least 0, got -1"),
-        (["--shard", "0"], "--shard must be an integer of at least 1, got 0"),
         (["--shard", "2", "--checkpoints", "c"], "--checkpoints needs the whole model on each rank"),
         (["--steps", "0"], "--steps must be an integer of at least 1, got 0"),
         (["--compressor", "topk", "--warmup", "-3"], "warmup: must be a number of dense steps"),
-        (["--compressor", "onebit", "--warmup", "ramp:1"], "which onebit does not have"),
-        (["--compressor", "lgc", "--warmup", "1"], "begins with a warm-up of its own"),
         (["--lr-scale", "0"], "train: --lr-scale must be a number above 0, got 0.0"),
         (["--every", "2"], "--every has no effect; name --exchange updates"),
         (["--exchange", "update"], "unknown name 'update'; did you mean 'updates'"),
@@ -301,7 +278,6 @@ def test_bad_options_are_refused_before_mpi_starts(arguments, text, capsys):
         (["--task", "digit"], "task: unknown name 'digit'; did you mean 'digits'"),
         slow(["--shard", "2"], "two replicas of 2 ranks, and this job has 2 ranks; start it with mpiexec -n 4"),
         slow(["--compressor", "topk", "--warmup", "2"], "takes all 2 steps; give it fewer"),
-        slow(["--seed", "-1"], "seed"),
         slow(["--data", "/nonexistent.npz"], "/nonexistent.npz"),
     ],
 )

@@ -47,13 +47,6 @@ def test_laws_are_numbered_and_their_tests_exist():
 
 
 @pytest.mark.quick
-def test_picture_of_the_layers_has_every_folder():
-    picture = (DOCS / "pictures" / "layers.svg").read_text()
-    folders = {path.parent.name for path in (run.ROOT / "mpicomp").glob("*/__init__.py")}
-    assert not {folder for folder in folders if f"mpicomp/{folder}" not in picture}
-
-
-@pytest.mark.quick
 @pytest.mark.parametrize(("fault", "seconds", "tests"), ROWS, ids=[row[0][:60] for row in ROWS])
 def test_row_of_a_fault_has_tests_that_exist(fault, seconds, tests):
     assert tests

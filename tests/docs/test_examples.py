@@ -8,8 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mpicomp.mpi import LocalWorld
-
 EXAMPLES = Path(__file__).resolve().parents[2] / "docs" / "examples"
 
 
@@ -23,11 +21,6 @@ def _among_the_examples(monkeypatch):
 def test_a_compressor_in_one_file(capsys):
     runpy.run_path(str(EXAMPLES / "use_sign_topk.py"))
     assert capsys.readouterr().out.startswith("[ 1.5 -1.5  3.  -3. ] [ 1.5 -1.5  3.  -3. ]")
-
-
-def test_a_loop_without_any_framework():
-    module = runpy.run_path(str(EXAMPLES / "plain_loop.py"))
-    assert module["main"](0, 1, comm=LocalWorld(1).transports[0]) > 0.95
 
 
 @pytest.mark.mpi(max_size=3)
@@ -108,15 +101,6 @@ def test_sketched_amsgrad_is_as_good_as_amsgrad(comm):
     _, expected = module["main"](comm, dense)
     assert errors[0] - errors[-1] > 0.95 * (errors[0] - expected[-1])
     assert sketched.sent <= (k * np.log(numel) + k) * len(errors) < 0.2 * dense.sent
-
-
-def test_the_three_lines_are_those_of_the_readme():
-    plain = (EXAMPLES / "plain_torch.py").read_text().splitlines()
-    lines = (EXAMPLES / "distributed_torch.py").read_text().splitlines()
-    more = [line.strip() for line in lines[1:] if line and line not in plain]
-    assert len(more) == 3
-    readme = (EXAMPLES.parents[1] / "README.md").read_text()
-    assert [line[1:] for line in readme.splitlines() if line.startswith("+")] == more
 
 
 def test_example_counts_steps_behind(tmp_path, capsys, monkeypatch):

@@ -141,35 +141,16 @@ def parts_of_nanogpt(signs):
     return {name: "\n".join(line[1:] for line in part.splitlines() if line[0] in signs) for name, part in parts}
 
 
-def run_nanogpt(parts):
-    names = {}
-    exec(NANOGPT.format(**parts), names)
-    return names
-
-
 def test_diff_of_nanogpt_trains_like_one_process(comm, monkeypatch):
     monkeypatch.delitem(os.environ, "RANK", raising=False)
     # The script as it is, in each process alone, and with mpicomp.
-    results = [run_nanogpt(parts_of_nanogpt(signs))["trained"] for signs in (" -", " +")]
+    results = []
+    for signs in (" -", " +"):
+        names = {}
+        exec(NANOGPT.format(**parts_of_nanogpt(signs)), names)
+        results.append(names["trained"])
     assert all(torch.equal(results[1], other) for other in comm.allgather(results[1]))
     assert torch.allclose(*results, rtol=0, atol=1e-5)
-
-
-def test_nanogpt_trains_by_muon_with_another_optimizer_line(comm, monkeypatch):
-    """With the diff, only the line that makes the optimizer differs, and that of accumulation stays as it was."""
-    monkeypatch.delitem(os.environ, "RANK", raising=False)
-    parts = parts_of_nanogpt(" +") | {"accumulation": parts_of_nanogpt(" -")["accumulation"]}
-    made = "mpicomp.torch.DistributedOptimizer(optimizer, model.named_parameters(), scaler=scaler)"
-    assert parts["optimizer"].count(made) == 1
-    parts["optimizer"] = parts["optimizer"].replace(
-        made, "mpicomp.torch.LocalMuon(model, lr=0.05, adamw_lr=0.05, sync_every=5)"
-    )
-    names = run_nanogpt(parts)
-    torch.manual_seed(0)
-    before = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2))
-    losses = [torch.nn.functional.mse_loss(of(names["X"]), names["Y"]) for of in (before, names["model"])]
-    assert all(torch.equal(names["trained"], other) for other in comm.allgather(names["trained"]))
-    assert losses[1] < 0.97 * losses[0]
 
 
 @pytest.mark.slow

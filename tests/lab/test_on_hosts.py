@@ -1,10 +1,32 @@
-"""What travels between the hosts of a lab: recorded bytes, trainings, and scripts of users."""
+"""What travels between the hosts of a lab: recorded bytes, and trainings."""
 
 import json
 import shlex
-from pathlib import Path
 
 import pytest
+
+EXCHANGE = """
+import json, sys
+from pathlib import Path
+import numpy as np
+from mpi4py import MPI
+import mpicomp
+
+config, collective, numel, steps = sys.argv[1:]
+reducer = mpicomp.Reducer(json.loads(config), collective)
+random = np.random.default_rng(MPI.COMM_WORLD.rank)
+pool = [{"w": random.normal(size=int(numel)).astype(np.float32)} for _ in range(4)]
+recorded = 0.0
+for step in range(int(steps)):
+    reducer.reduce(pool[step % 4])
+    recorded += reducer.last_step.wire_bytes
+reducer.close()
+MPI.COMM_WORLD.Barrier()
+counted = int(Path("/sys/class/net/eth0/statistics/tx_bytes").read_text())
+everyones = MPI.COMM_WORLD.gather((recorded, counted))
+if everyones is not None:
+    print(json.dumps(everyones))
+"""
 
 pytestmark = [pytest.mark.lab, pytest.mark.slow, pytest.mark.timeout(110)]
 
@@ -14,24 +36,16 @@ pytestmark = [pytest.mark.lab, pytest.mark.slow, pytest.mark.timeout(110)]
     ("config", "collective", "steps"),
     [
         ({"id": "dense"}, "allreduce", 10),
-        ({"id": "dense"}, "scatter-reduce", 10),
         ({"id": "dense", "wire": "bf16"}, "scatter-reduce", 20),
         ({"id": "topk", "ratio": 0.01}, "allgather", 90),  # so that the probes at the start are a few per cent
         ({"id": "topk", "ratio": 0.1}, "star-topk", 20),
     ],
-    ids=["allreduce", "scatter-reduce", "bf16", "allgather", "star-topk"],
+    ids=["allreduce", "scatter-reduce", "allgather", "star-topk"],
 )
 def test_links_count_the_recorded_bytes(lab, hosts, config, collective, steps):
     done = lab(
         *("--hosts", str(hosts), "--bandwidth", "1gbit", "--latency", "0us"),
-        command=[
-            "python",
-            str(Path(__file__).with_name("exchange.py")),
-            json.dumps(config),
-            collective,
-            "1000000",
-            str(steps),
-        ],
+        command=["python", "-c", EXCHANGE, json.dumps(config), collective, "1000000", str(steps)],
         timeout=100,
     )
     assert done.returncode == 0, done.stderr
@@ -75,25 +89,3 @@ def test_shards_stay_inside_hosts(lab, tmp_path):
     assert len(numbers) == 4  # of each rank's host
     for number in numbers:
         assert 1 < number / (2 * result["wire_bytes"]) < 1.2  # headers, and parameters at the beginning
-
-
-SCRIPTS = Path(__file__).resolve().parents[1] / "script_shapes.py"
-
-
-@pytest.mark.slow  # the same scripts run in tests/pytorch/test_scripts.py
-def test_scripts_on_two_hosts_resume(lab, tmp_path):
-    pytest.importorskip("torch")
-    command = ["python", str(SCRIPTS), str(tmp_path)]
-    done = lab("--hosts", "2", "--bandwidth", "1gbit", "--latency", "0us", command=command, timeout=100)
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    assert found.keys() == {"images", "closures"}
-    for name, script in found.items():
-        assert script["replicas"] == [True, True], name
-        assert script["resumed"][1], name  # with a collective that is named
-        # Clipping before step() does not go with an exchange during backward: that is said once.
-        clips = name != "images"
-        assert script["overlaps"] == [not clips] * 2, name
-        for warnings in script["warnings"]:
-            about = [text for text in warnings if "not during backward" in text]
-            assert len(about) == clips, warnings

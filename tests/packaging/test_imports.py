@@ -30,15 +30,6 @@ def test_import_loads_nothing_heavy_or_slow(module, names):
     assert python(f"import sys, {module}; print([name for name in {names} if name in sys.modules])") == "[]"
 
 
-def test_names_of_the_package_load_no_mpi():
-    code = f"""if True:
-        import sys, mpicomp
-        from mpicomp import Reducer, TopK, allreduce, get_compressor
-        get_compressor("topk")
-        print([name for name in {HEAVY} if name in sys.modules])"""
-    assert python(code) == "[]"
-
-
 def test_every_public_name_is_there_and_loads_torch_on_first_use():
     pytest.importorskip("torch")
     code = """if True:

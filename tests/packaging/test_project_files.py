@@ -14,24 +14,12 @@ SETTINGS = configparser.ConfigParser()
 SETTINGS.read(ROOT / "setup.cfg")
 README = (ROOT / "README.md").read_text()
 [TURNED_OVER] = re.findall(r"```diff\n(.*?)```", README, re.DOTALL)
-COMMANDS = re.findall(r"```sh\n(.*?)```", README, re.DOTALL)
-
 TRAINING = """
 import torch
 torch.manual_seed(0)
 ToyModel = lambda: torch.nn.Linear(3, 2)
 my_share_of_the_data = [(torch.full((4, 3), 1.0 + rank), torch.zeros(4, 2))] * 3
 """
-
-
-def test_readme_opens_with_the_demo_then_the_tests():
-    first, second = COMMANDS[:2]
-    for command in (first, second):
-        assert command.startswith("python3 -m venv .venv && .venv/bin/pip install -c constraints.txt -e '.[mpich,")
-        assert command.count("\n") == 1
-    assert first.endswith("&& .venv/bin/mpicomp tour\n")
-    assert README.index("mpicomp tour") < README.index("![") < README.index("tests/run.py")
-    assert "tests/run.py" in second
 
 
 @pytest.mark.mpi(max_size=2)

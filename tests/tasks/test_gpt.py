@@ -8,7 +8,7 @@ from mpicomp.bench import train as measured_training
 from mpicomp.bench.measure.metrics import MetricsWriter
 from mpicomp.bench.measure.progress import Progress
 from mpicomp.bench.tasks.gpt import GPT
-from mpicomp.bench.tasks.updating import Updater, warm_up_and_cosine
+from mpicomp.bench.tasks.updating import Updater
 from tiny_gpt import Tiny
 
 import mpicomp
@@ -126,15 +126,3 @@ def test_rate_of_the_command_follows_its_steps(tiny, tmp_path):
     rates = [json.loads(line)["lr"] for line in (tmp_path / "m.jsonl").read_text().splitlines()]
     expected = [tiny.rate * (0.55 + 0.45 * math.cos(math.pi * step / 4)) for step in range(5)]
     assert rates == pytest.approx(expected)
-
-
-@pytest.mark.parametrize("steps", [1, 2, 7, 10, 60, 300])
-def test_rates_are_those_of_the_formula(steps):
-    rising = max(1, round(steps / 10))
-    expected = [(step + 1) / rising for step in range(rising)]
-    falling = steps - rising
-    expected += [0.55 + 0.45 * math.cos(math.pi * step / falling) for step in range(1, falling + 1)]
-    rates = [warm_up_and_cosine(step, steps) for step in range(steps)]
-    assert rates == pytest.approx(expected, abs=1e-12)
-    assert max(rates) == 1
-    assert rates[-1] == pytest.approx(1 if steps == 1 else 0.1)

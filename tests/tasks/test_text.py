@@ -38,11 +38,6 @@ def test_users_text(tmp_path, folder):
     assert task.evaluate(model) > 0
 
 
-def test_missing_path(tmp_path):
-    with pytest.raises(ValueError, match=r"text-lstm: data: '.*nowhere' does not exist; expected a text file"):
-        get_task("text-lstm", data=tmp_path / "nowhere")
-
-
 def test_short_text_is_refused(tmp_path):
     (tmp_path / "a.txt").write_text("too short\n")
     with pytest.raises(ValueError, match=r"text-lstm: too short a text: .* at least 161 and 21 are needed"):

@@ -19,7 +19,7 @@ from mpicomp.mpi import LocalWorld
 from mpicomp.reducer import trace as tracing
 
 TRACKS = {"step", "compute", "bucket", "compress", "exchange", "decode"}
-CASES = [("topk", "allgather", 2), ("dense", "ring", 1), slow("topk", "hierarchical", 2), slow("qsgd", "auto", 1)]
+CASES = [("topk", "allgather", 2), slow("topk", "hierarchical", 2), slow("dense", "auto", 1)]
 STEPS = 6
 
 
@@ -161,13 +161,6 @@ def test_second_trace_is_refused(tmp_path):
     check(json.loads((tmp_path / "one.json").read_text()))
 
 
-def test_trace_without_steps_is_a_trace(tmp_path):
-    tracer = mpicomp.trace(tmp_path / "trace.json", comm=alone())
-    tracer.finish()
-    tracer.finish()
-    assert check(json.loads((tmp_path / "trace.json").read_text()))["X"] == []
-
-
 def test_full_disk_ends_the_trace_only(tmp_path):
     reducer = mpicomp.Reducer("topk", "allgather", comm=alone())
     tracer = mpicomp.trace(tmp_path / "trace.json", comm=alone())
@@ -261,9 +254,6 @@ def test_trace_of_overlap_has_rounds_during_backward(comm, tmp_path):
         tracks = by_track(kinds)
         for rank in range(comm.size):
             assert len(tracks[rank, "step"]) == 3
-            assert (
-                len(tracks[rank, "bucket"])
-                == 3 * len({track["args"]["bucket"] for track in tracks[rank, "bucket"]})
-                > 3
-            )
+            buckets = [track["args"]["bucket"] for track in tracks[rank, "bucket"]]
+            assert len(buckets) == 3 * len(set(buckets)) > 3
         check_causes(kinds, comm.size, 0.0)

@@ -2,7 +2,7 @@
 
 import pytest
 from mpicomp.bench.measure import probe
-from mpicomp.bench.measure.interleaved import Kernel, take_turns
+from mpicomp.bench.timed_kernels import Kernel, take_turns
 
 from mpicomp.mpi import LocalWorld
 

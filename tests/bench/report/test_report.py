@@ -24,10 +24,10 @@ from mpicomp.errors import ConfigurationError
 from mpicomp.mpi import LocalWorld
 
 
-def report(folder, *names, more=()):
+def report(folder, *names):
     """Write a report of files of a folder and return its text."""
     page = folder / "F.html"
-    assert cli.main(["report", *(str(folder / name) for name in names), "-o", str(page), *more]) == 0
+    assert cli.main(["report", *(str(folder / name) for name in names), "-o", str(page)]) == 0
     return page.read_text()
 
 
@@ -172,7 +172,7 @@ def test_page_is_complete_and_loads_nothing(tmp_path, kinds, pictures):
         write_lines(tmp_path / f"{name}.jsonl", 100, buckets=3, change=change)
         write_outcome(tmp_path / f"{name}.json", 100, delay=None)
     files = [f"{name}.{kind}" for name in names for kind in kinds]
-    text = report(tmp_path, *files, more=["--pictures", str(tmp_path / "pictures")])
+    text = report(tmp_path, *files)
     page = Page(text)
     assert page.of("script") == []
     assert "http://" not in text
@@ -183,8 +183,6 @@ def test_page_is_complete_and_loads_nothing(tmp_path, kinds, pictures):
     assert len(page.of("img")) == len(pictures)
     assert {attrs["id"] for attrs in page.of("section")} == {*pictures, "chosen", "runs"}
     assert re.search(r"\bnan\b", text) is None
-    assert {path.stem for path in (tmp_path / "pictures").iterdir()} == set(pictures)
-    assert (tmp_path / "pictures" / "step.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_report_of_records_without_loss_and_phases(tmp_path):
