@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from mpicomp.bench.measure.intervals import block_interval
+from mpicomp.bench.measure.intervals import block_interval, ratio_interval
 from mpicomp.bench.measure.timings import gather
 from numpy.typing import NDArray
 
@@ -242,13 +242,12 @@ def _row(training: Trained, batch: int, none: NDArray[np.float64] | None) -> dic
     exchange, steps = training.exchange, training.steps
     seconds = steps[:, :, SECONDS]
     median = float(np.median(seconds))
-    low, high = block_interval(np.median, seconds) or (None, None)
+    low, high = block_interval(lambda drawn: np.median(drawn, axis=1), seconds) or (None, None)
     phases = np.median(steps[:, :, [COMPRESS, EXCHANGE, DECODE]], axis=(0, 1)).tolist()
     left, left_low, left_high = None, None, None
     if none is not None:
         left = float(np.median(none)) / median
-        share_left = lambda without, with_it: np.median(without) / np.median(with_it)  # noqa: E731
-        left_low, left_high = block_interval(share_left, none, seconds) or (None, None)
+        left_low, left_high = ratio_interval(none, seconds) or (None, None)
     return {
         "exchange": exchange.name,
         "compressor": None if exchange.compressor is None else exchange.compressor.id,

@@ -45,22 +45,22 @@ def ratio_interval(samples: Sequence[float], others: Sequence[float]) -> tuple[f
     (0.5, 0.5)
     """
     pair = np.asarray(samples), np.asarray(others)
-    return block_interval(lambda upper, lower: np.median(upper) / np.median(lower), *pair)
+    return block_interval(lambda upper, lower: np.median(upper, axis=1) / np.median(lower, axis=1), *pair)
 
 
 def block_interval(
-    value: Callable[..., np.floating | float], *samples: NDArray[np.float64]
+    value: Callable[..., NDArray[np.float64]], *samples: NDArray[np.float64]
 ) -> tuple[float, float] | None:
     """Return the 95 % interval of a statistic of samples that were taken block by block, in turn; None of few blocks.
 
     By bootstrap: whole blocks are drawn with repetition, the same ones of all samples. Steps of a block resemble
-    each other, and noise common to all blocks of a round cancels.
+    each other, and noise common to all blocks of a round cancels. The statistic is one of each row.
     """
     number = len(samples[0])
     if number < INTERVAL_SAMPLES:
         return None
     drawn = np.random.default_rng(0).integers(number, size=(_RESAMPLED, number))
-    values = [float(value(*(sample[blocks] for sample in samples))) for blocks in drawn]
+    values = value(*(sample[drawn].reshape(_RESAMPLED, -1) for sample in samples))
     if not np.isfinite(values).all():
         return None
     low, high = np.percentile(values, [2.5, 97.5])
