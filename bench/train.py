@@ -135,24 +135,7 @@ def train_measured(
 ) -> "Trained | Stopped":
     """Train a task, to its end or until ranks are asked to stop. Collective over the transport's ranks."""
     torch.set_num_threads(threads_of_rank(transport.cores))
-    # Phases are to add up to the step, so nothing overlaps.
-    of_gradients = {"overlap": False} if settings.updates is None else {}
-    replica = MpicompReplica(
-        task,
-        transport,
-        settings.steps,
-        device,
-        updates=settings.updates,
-        lr_scale=settings.lr_scale,
-        mesh=None if settings.shard == 1 else shard_mesh(settings.shard, device.type, transport),
-        compressor=settings.compressor,
-        collective=settings.collective,
-        policy=settings.policy,
-        seed=settings.seed,
-        warmup=settings.warmup,
-        on_failure=settings.on_failure,
-        **of_gradients,
-    )
+    replica = _replica(task, settings, transport, device)
     first = 0
     if settings.checkpoints is not None:
         first = settings.checkpoints.load(task, replica, transport)
@@ -207,6 +190,27 @@ def train_measured(
     if settings.shard > 1:
         replica.close()
     return trained
+
+
+def _replica(task: Task, settings: Settings, transport: Transport, device: torch.device) -> MpicompReplica:
+    # Phases are to add up to the step, so nothing overlaps.
+    of_gradients = {"overlap": False} if settings.updates is None else {}
+    return MpicompReplica(
+        task,
+        transport,
+        settings.steps,
+        device,
+        updates=settings.updates,
+        lr_scale=settings.lr_scale,
+        mesh=None if settings.shard == 1 else shard_mesh(settings.shard, device.type, transport),
+        compressor=settings.compressor,
+        collective=settings.collective,
+        policy=settings.policy,
+        seed=settings.seed,
+        warmup=settings.warmup,
+        on_failure=settings.on_failure,
+        **of_gradients,
+    )
 
 
 class _Recording:
@@ -307,18 +311,7 @@ class _Recording:
         slowest = Slowest.of(timed[:, :, 0] - timed[:, :, 1 + PHASES.index("exchange")])
         plans, parameters = choices.plans(), sum(parameter.numel() for parameter in replica.parameters)
         run = RunObject(
-            task=task.name,
-            shard=settings.shard,
-            policy=settings.policy.id,
-            policy_config=settings.policy.get_config(),
-            exchange="gradients" if settings.updates is None else "updates",
-            updates=settings.updates,
-            lr_scale=settings.lr_scale,
-            warmup=settings.warmup,
-            steps=settings.steps,
-            resumed_at=self._first,
-            seed=settings.seed,
-            quality={"name": task.quality_name, "value": np.nan, "better": task.better},
+            **self._settings_of_run(task),
             compressor=compressor.id,
             compressor_config=compressor.get_config(),
             ratio=getattr(compressor, "ratio", 1.0),
@@ -351,6 +344,23 @@ class _Recording:
             run, adapts, compressor, made - skipped, late_step_s, plans, late_plans, exchange_probe,
             dense_probe, slowest, advised,
         )  # fmt: skip
+
+    def _settings_of_run(self, task: Task) -> dict[str, Any]:
+        settings = self._settings
+        return {
+            "task": task.name,
+            "shard": settings.shard,
+            "policy": settings.policy.id,
+            "policy_config": settings.policy.get_config(),
+            "exchange": "gradients" if settings.updates is None else "updates",
+            "updates": settings.updates,
+            "lr_scale": settings.lr_scale,
+            "warmup": settings.warmup,
+            "steps": settings.steps,
+            "resumed_at": self._first,
+            "seed": settings.seed,
+            "quality": {"name": task.quality_name, "value": np.nan, "better": task.better},
+        }
 
 
 def _quality(

@@ -17,13 +17,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import hypothesis
 import pytest
 import run
-from sharing import ByFile, starts_processes
+from xdist.scheduler import LoadScopeScheduling
 
 from mpicomp.job import launcher
 
@@ -134,7 +134,9 @@ def pytest_collection_modifyitems(config, items):
     config.hook.pytest_deselected(items=dropped)
     gone = set(dropped)
     items[:] = [item for item in items if item not in gone]
-    items.sort(key=lambda item: not starts_processes(_file(item)))  # they take longest: the worker that has them begins
+    items.sort(
+        key=lambda item: not _starts_processes(item.nodeid.partition("::")[0])
+    )  # they take longest: the worker that has them begins
 
 
 def _runs(item, ranks, slow):
@@ -149,13 +151,24 @@ def _runs(item, ranks, slow):
     return least <= ranks and (slow or ranks <= max(most, ENOUGH))
 
 
+@cache
+def _starts_processes(file):
+    """Return whether tests of a file start processes: side by side they wait for each other."""
+    path = ROOT / file
+    folders = {"cli", "lab", "plugins", "slurm"}
+    return bool(folders & set(Path(file).parts)) or (path.is_file() and "mpiexec" in path.read_text())
+
+
+class ByFile(LoadScopeScheduling):
+    """Gives pytest-xdist's workers files in their order, those that start processes as if they were one."""
+
+    def _split_scope(self, nodeid):
+        file = nodeid.partition("::")[0]
+        return "processes" if _starts_processes(file) else file
+
+
 def pytest_xdist_make_scheduler(config, log):
-    """Have pytest-xdist share out files by `sharing.ByFile`."""
     return ByFile(config, log)
-
-
-def _file(item):
-    return item.nodeid.partition("::")[0]
 
 
 def pytest_collection_finish(session):
