@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 from scipy.special import bdtrik
 
 INTERVAL_SAMPLES = 6  # samples below which there is no 95 % interval of their median
@@ -38,7 +38,7 @@ def is_narrow(samples: Sequence[float]) -> bool:
     return max(interval[1] - median, median - interval[0]) <= _NARROW * median
 
 
-def ratio_interval(samples: Sequence[float], others: Sequence[float]) -> tuple[float, float] | None:
+def ratio_interval(samples: ArrayLike, others: ArrayLike) -> tuple[float, float] | None:
     """Return the `block_interval` of a median over another one's, of samples that were taken in turn.
 
     >>> ratio_interval([1.0, 2.0, 3.0, 4.0, 5.0, 6.0], [2.0, 4.0, 6.0, 8.0, 10.0, 12.0])
