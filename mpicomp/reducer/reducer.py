@@ -474,7 +474,7 @@ class Reducer:
         for done in step.done:
             if done.survey is not None:
                 surveys[done.bucket.index] = done.survey
-        if step.done and not step.repeats and (surveys or planner.wants_telemetry):
+        if step.done and (surveys or planner.wants_telemetry):
             times = np.array([done.times(transport.offset) for done in step.done])
             report = StepReport(record.step, record.lr, self.plans, outcomes, times, surveys)
             yield from telemetry.publish(report, planner)

@@ -214,7 +214,7 @@ class Step:
         self._memories = [(bucket, memory) for bucket, memory in self._memories if id(bucket) not in replaced]
         self.undo()
         self.done.clear()
-        self.nonfinite, self.stale, self.must_agree = (), False, False
+        self.nonfinite, self.stale, self.must_agree, self.repeats = (), False, False, False
 
 
 def compile_ahead(bucket: Bucket, scheme: Scheme[Any]) -> None:
