@@ -32,7 +32,6 @@ from mpicomp.kernels.gpu.codes import (
 )  # fmt: skip
 from mpicomp.kernels.gpu.compile import compile_ahead
 from mpicomp.kernels.gpu.indices import ascending_below, decode_indices, decode_indices_of, encode_indices
-from mpicomp.kernels.gpu.merge import count_reaching, intersect, merge_add, merge_subtract, norm_change, split_largest
 from mpicomp.kernels.gpu.message import sparse_add, write_header, write_pairs, write_tail
 from mpicomp.kernels.gpu.products import (
     conv_double,
@@ -54,14 +53,11 @@ from mpicomp.kernels.gpu.select import (
     magnitude_bits,
     magnitude_of,
     select_above,
-    select_candidates,
     select_largest,
-    select_listed,
 )  # fmt: skip
 from mpicomp.kernels.gpu.sidco import Estimate, sidco
 from mpicomp.kernels.gpu.sweeps import (
     accumulate,
-    accumulate_candidates,
     counts_above,
     energy,
     logarithms,

@@ -87,19 +87,19 @@ struct Selections {
   }
   DEVICE i64 count_of(i64 r) const { return table ? table[3 * r + 2] : count; }
 
-  // Place of an index in the r-th selection, or -1. Where its indices do not ascend, all accesses still stay inside.
-  DEVICE i64 find(i64 r, u32 index) const {
+  // Place of the first index of the r-th selection that is not below a limit. Where indices do not ascend, it is some
+  // place.
+  DEVICE i64 first_from(i64 r, i64 limit) const {
     const u32* list = indices_of(r);
-    const i64 length = count_of(r);
-    i64 low = 0, high = length;
+    i64 low = 0, high = count_of(r);
     while (low < high) {
       const i64 middle = (low + high) / 2;
-      if (list[middle] < index)
+      if ((i64)list[middle] < limit)
         low = middle + 1;
       else
         high = middle;
     }
-    return low < length && list[low] == index ? low : -1;
+    return low;
   }
 };
 
@@ -109,31 +109,29 @@ DEVICE Real value_of(const u8* values, i64 j) {
   return (Real)float_of<STORED>(reinterpret_cast<const u16*>(values)[j]);
 }
 
-// The thread of the first selection that has an index adds up all selections in their order. An index is wrong where it
-// is out of range, or not above the one before.
+// A block has a part of the output, to which it adds one selection after the other. An index is wrong where it is out
+// of range, or not above the one before.
 template <Stored STORED>
-DEVICE void add(
-    const Selections& lists, i64 number, i64 total, Real by, Real* out, i64 size, Verdict* verdict) {
+DEVICE void add(const Selections& lists, i64 number, Real by, Real* out, i64 size, Verdict* verdict) {
+  constexpr i64 AT_ONCE = THREADS / 2;  // selections whose bounds are found at once
+  __shared__ i64 bounds[THREADS];
+  const i64 each = (size + gridDim.x - 1) / gridDim.x, from = blockIdx.x * each, to = smaller(from + each, size);
   bool wrong = false;
-  i64 r = 0, before = 0;  // elements of the selections before the r-th
-  for (const i64 i : grid_stride(total)) {
-    while (i - before >= lists.count_of(r)) before += lists.count_of(r++);
-    const i64 j = i - before;
-    const u32* indices = lists.indices_of(r);
-    const u32 index = indices[j];
-    if ((i64)index >= size || (j > 0 && indices[j - 1] >= index)) {
-      wrong = true;
-      continue;
+  for (i64 first = 0; first < number; first += AT_ONCE) {
+    const i64 mine = first + threadIdx.x / 2, last = smaller(first + AT_ONCE, number);
+    __syncthreads();
+    if (mine < last) bounds[threadIdx.x] = lists.first_from(mine, threadIdx.x % 2 ? to : from);
+    __syncthreads();
+    for (i64 r = first; r < last; ++r) {
+      const u32* indices = lists.indices_of(r);
+      wrong |= out_of_order(indices, lists.count_of(r), size);
+      const i64 stop = bounds[2 * (r - first) + 1];
+      for (i64 j = bounds[2 * (r - first)] + threadIdx.x; j < stop; j += THREADS) {
+        const i64 index = indices[j];
+        if (index >= from && index < to) out[index] += product(by, value_of<STORED>(lists.values_of(r), j));
+      }
+      __syncthreads();
     }
-    bool first = true;
-    for (i64 s = 0; s < r && first; ++s) first = lists.find(s, index) < 0;
-    if (!first) continue;
-    Real sum = out[index] + product(by, value_of<STORED>(lists.values_of(r), j));
-    for (i64 s = r + 1; s < number; ++s) {
-      const i64 at = lists.find(s, index);
-      if (at >= 0) sum += product(by, value_of<STORED>(lists.values_of(s), at));
-    }
-    out[index] = sum;
   }
   gather_faults(wrong, verdict);
 }
@@ -141,10 +139,10 @@ DEVICE void add(
 #define SPARSE_ADD(NAME, STORED)                                                                                       \
   KERNEL NAME(                                                                                                         \
       const u8* messages, const u8* indices, i64 number, i64 values_at, i64 values_step, i64 indices_at,               \
-      i64 indices_step, i64 count, const i64* table, i64 total, const double* factor, double factor_value, Real* out,  \
-      i64 size, Verdict* verdict) {                                                                                    \
+      i64 indices_step, i64 count, const i64* table, const double* factor, double factor_value, Real* out, i64 size,   \
+      Verdict* verdict) {                                                                                              \
     const Selections lists{messages, indices, values_at, values_step, indices_at, indices_step, count, table};         \
-    add<STORED>(lists, number, total, (Real)scalar_arg(factor, factor_value), out, size, verdict);                     \
+    add<STORED>(lists, number, (Real)scalar_arg(factor, factor_value), out, size, verdict);                            \
   }
 
 SPARSE_ADD(sparse_add, AS_OUT)

@@ -55,8 +55,7 @@ def write_tail(out, finite, stale, energy, lost):
     launch("message", "write_tail", out.dtype, 1, out, *flags, *sums)
 
 
-# A memset and one launch for any number of selections: one thread adds up an element, that of the first selection which
-# has it, and looks for it in the others. Selections of equal length at equal distances are described by a few numbers,
+# One launch for any number of selections. Those of equal length at equal distances are described by a few numbers,
 # others by a table that goes to the device.
 @twin_of(cpu.sparse_add)
 def sparse_add(messages, values_at, indices, indices_at, counts, stored, factor, out):
@@ -70,11 +69,10 @@ def sparse_add(messages, values_at, indices, indices_at, counts, stored, factor,
     if values is None or places is None or lengths is None or lengths[1] != 0:
         table = table_of_rows(np.array([values_at, indices_at, counts]).T)
         values = places = lengths = 0, 0
-    total = int(sum(counts))
     verdict = reuse(Verdict)
     launch(
-        "message", f"sparse_add_{stored}" if stored in HALVES else "sparse_add", out.dtype, strides(total),
-        messages, indices, len(counts), *values, *places, lengths[0], table, total, *scalar_arg(factor, np.float64),
+        "message", f"sparse_add_{stored}" if stored in HALVES else "sparse_add", out.dtype, sweeps(out.size, out.dtype),
+        messages, indices, len(counts), *values, *places, lengths[0], table, *scalar_arg(factor, np.float64),
         out, out.size, verdict.memory,
     )  # fmt: skip
     return verdict.good()

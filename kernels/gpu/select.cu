@@ -1,8 +1,8 @@
 // Exact selection of the largest magnitudes, and ordered compaction of the elements that reach a threshold, from an
 // array or a list of candidates. The device decides which of the two.
 
-enum Source { ARRAY = 0, LIST_IF_USABLE = 1, LIST_IF_COMPLETE = 2, LIST = 3 };
-enum Rule { ABOVE = 0, REACH = 1, FILL = 2 };              // elements equal to the threshold: none, all, as many as fit
+enum Source { ARRAY = 0, LIST_IF_USABLE = 1, LIST_IF_COMPLETE = 2 };
+enum Rule { ABOVE = 0, FILL = 1 };                          // elements equal to the threshold: none, as many as fit
 enum Condition { ALWAYS = 0, UNLESS_EXACT = 1, IF_EXACT = 2 };  // on `exact`, for a launch to do anything
 
 DEVICE bool idle(i64 condition, const State* state) {
@@ -53,15 +53,6 @@ KERNEL histogram(
   if (threadIdx.x == 0) state->usable = usable;
 }
 
-struct Segment {
-  i64 start, count;
-};
-
-DEVICE Segment segment_of(i64 tile, i64 size, const u64* starts, const u32* counts) {
-  if (starts) return {(i64)starts[tile], (i64)counts[tile]};
-  return {tile * TILE, smaller((i64)TILE, size - tile * TILE)};
-}
-
 // Counts each tile's elements above the threshold (high half) and equal to it (low half); the block that ends last
 // turns the sums of blocks into the numbers before each block. A warp has a tile. `most` is the room. With an estimate,
 // that is UNLESS_EXACT, the selection becomes exact where no element is above the threshold, or more than `most`.
@@ -73,7 +64,7 @@ KERNEL count_tiles(
   if (idle(condition, state)) return;
   const u64 room = (u64)scalar_arg(most, most_value);
   const u64 wanted = scalar_arg(threshold, threshold_value);
-  bool usable = source == LIST || (source == LIST_IF_USABLE && state->usable != 0);
+  bool usable = source == LIST_IF_USABLE && state->usable != 0;
   if (source == LIST_IF_COMPLETE) {
     const u64 least = scalar_arg(bound, bound_value);
     usable = least != 0 && wanted >= least && state->candidates <= (u64)listable;
@@ -83,9 +74,9 @@ KERNEL count_tiles(
   u32 above = 0, equal = 0;
   if (number < tiles) {
     if (usable) {
-      const Segment segment = segment_of(number, size, starts, counts);
-      for (i64 j = lane_of_thread(); j < segment.count; j += 32) {
-        const Word magnitude = bits[segment.start + j];
+      const Word* listed = bits + starts[number];
+      for (u32 j = lane_of_thread(); j < counts[number]; j += 32) {
+        const Word magnitude = listed[j];
         above += magnitude > limit;
         equal += magnitude == limit;
       }
@@ -106,7 +97,7 @@ KERNEL count_tiles(
   if (!count_before(warp_sum((u64)above << 32 | equal), number, tiles, of_tiles, before, state, total)) return;
   if (threadIdx.x == 0) {
     const u64 above = total >> 32, equal = total & 0xffffffffu;
-    u64 ties = rule == REACH ? equal : 0;
+    u64 ties = 0;
     if (rule == FILL && above < room) ties = smaller(equal, room - above);
     if (condition == UNLESS_EXACT) state->exact = state->k != 0 && (above == 0 || above > room);
     state->usable = usable;
@@ -123,14 +114,12 @@ struct Output {
   u64 room;
   u32* indices;
   Word* values;
-  Word* magnitudes;
 
   DEVICE void write(u64 place, i64 i) const {
     if (place >= room) return;
     const Word word = array[i];
     indices[place] = base + (u32)i;
-    if (values) values[place] = word;
-    if (magnitudes) magnitudes[place] = word & MASK;
+    values[place] = word;
   }
 };
 
@@ -156,7 +145,7 @@ DEVICE void set_bound(const u64* bound, u64* following, State* state, u64 listab
 KERNEL write_tiles(
     const Word* array, i64 size, const u32* index, const Word* bits, const u64* starts, const u32* counts, i64 tiles,
     const u64* of_tiles, const u64* before, State* state, i64 base, i64 room, u32* indices, Word* values,
-    Word* magnitudes, const u64* bound, u64* following, i64 listable, double margin, i64* count) {
+    const u64* bound, u64* following, i64 listable, double margin, i64* count) {
   const u64 offset = state->offset;
   const bool usable = state->usable != 0;
   if (blockIdx.x == 0 && threadIdx.x == 0) {
@@ -167,16 +156,16 @@ KERNEL write_tiles(
   }
   const i64 number = (i64)blockIdx.x * WARPS + warp_of_thread();
   if (number >= tiles || of_tiles[number] == 0) return;
-  const Output output{array, (u32)base, (u64)room, indices, values, magnitudes};
+  const Output output{array, (u32)base, (u64)room, indices, values};
   Selection selection(state, elements_before(number, of_tiles, before));
   if (usable) {
-    const Segment segment = segment_of(number, size, starts, counts);
-    for (i64 strip = 0; strip < segment.count; strip += 32) {
-      const i64 j = strip + lane_of_thread();
-      const bool inside = j < segment.count;
-      const Word magnitude = inside ? bits[segment.start + j] : (Word)0;
+    const u64 start = starts[number];
+    for (u32 strip = 0; strip < counts[number]; strip += 32) {
+      const u64 j = strip + lane_of_thread();
+      const bool inside = j < counts[number];
+      const Word magnitude = inside ? bits[start + j] : (Word)0;
       u64 place;
-      if (selection.next(magnitude, inside, place)) output.write(offset + place, index[segment.start + j]);
+      if (selection.next(magnitude, inside, place)) output.write(offset + place, index[start + j]);
     }
     return;
   }

@@ -22,13 +22,13 @@ class Field(IntEnum):
 class Source(IntEnum):
     """Source of the elements to select."""
 
-    ARRAY, LIST_IF_USABLE, LIST_IF_COMPLETE, LIST = range(4)
+    ARRAY, LIST_IF_USABLE, LIST_IF_COMPLETE = range(3)
 
 
 class Rule(IntEnum):
-    """Rule for elements equal to the threshold: select none, all, or as many as fill the room."""
+    """Rule for elements equal to the threshold: select none, or as many as fill the room."""
 
-    ABOVE, REACH, FILL = range(3)
+    ABOVE, FILL = range(2)
 
 
 class Condition(IntEnum):
@@ -66,11 +66,10 @@ class Target(NamedTuple):
 
 
 class Output(NamedTuple):
-    """Arrays that receive a selection; all but the first may be 0."""
+    """Arrays that receive a selection; the last may be 0."""
 
     indices: Any
-    values: Any = 0
-    magnitudes: Any = 0
+    values: Any
     count: Any = 0
 
 
@@ -116,52 +115,25 @@ def kth_magnitude(array, k):
 
 @twin_of(cpu.select_largest)
 def select_largest(array, threshold, indices, values):
-    compact(array, threshold, Rule.FILL, indices, values=values)
-
-
-@twin_of(cpu.select_candidates)
-def select_candidates(index, bits, scratch, array, indices, values):
-    threshold = _radix(bits.view(array.dtype), indices.size)[Field.THRESHOLD]
-    compact(array, threshold, Rule.FILL, indices, values=values, candidates=(index, bits))
-    return threshold
+    compact(array, threshold, Rule.FILL, indices, values)
 
 
 @twin_of(cpu.select_above)
 def select_above(array, threshold, base, indices, values, count):
     threshold = magnitude_bits(threshold, array.dtype)
-    return compact(array, threshold, Rule.ABOVE, indices, values=values, base=base, offset=count)
+    return compact(array, threshold, Rule.ABOVE, indices, values, base, count)
 
 
-@twin_of(cpu.select_listed)
-def select_listed(index, listed, threshold, array, indices, values):
-    threshold = magnitude_bits(threshold, array.dtype)
-    return compact(array, threshold, Rule.ABOVE, indices, values=values, candidates=(index, listed))
+def compact(array: Any, threshold: Any, rule: Rule, indices: Any, values: Any, base: int = 0, offset: Any = 0) -> Any:
+    """Write the elements that reach a threshold, in magnitude bits, ascending by index, in two launches.
 
-
-def compact(
-    array: Any,
-    threshold: Any,
-    rule: Rule,
-    indices: Any,
-    values: Any = 0,
-    magnitudes: Any = 0,
-    base: int = 0,
-    offset: Any = 0,
-    candidates: tuple[Any, Any] | None = None,
-) -> Any:
-    """Write the elements that reach a threshold, ascending by index, in two launches.
-
-    ``threshold`` is magnitude bits, and ``values`` and ``magnitudes`` receive the elements and their magnitude bits.
     ``base`` is added to positions. ``offset`` is the place in the outputs to start at; elements that do not fit are
-    counted only. ``candidates`` are ascending indices and magnitude bits to select among. Return ``offset`` plus the
-    number of elements.
+    counted only. Return ``offset`` plus the number of elements.
     """
-    index, bits = candidates or (0, 0)
-    tiled = tiles_of(candidates[0].size if candidates else array.size, array.dtype)
-    listing, source = Listing(index, bits), Source.LIST if candidates else Source.ARRAY
+    tiled = tiles_of(array.size, array.dtype)
     target = Target(scalar_arg(threshold, np.uint64), rule, (0, indices.size))
-    count_tiles(array, tiled, listing, source, target, offset=scalar_arg(offset, np.int64))
-    write_tiles(array, tiled, listing, Output(indices, values, magnitudes), base)
+    count_tiles(array, tiled, Listing(), Source.ARRAY, target, offset=scalar_arg(offset, np.int64))
+    write_tiles(array, tiled, Listing(), Output(indices, values), base)
     return tiled.state.view(np.int64)[Field.END]
 
 
@@ -183,7 +155,7 @@ def write_tiles(
     """Launch the kernel of that name, with a warp for every tile; with a bound, ``following`` receives the next one."""
     launch(
         "select", "write_tiles", array.dtype, -(-tiled.number // WARPS),
-        array, tiled.size, *listing[:4], *tiled[1:], base, output.indices.size, *output[:3],
+        array, tiled.size, *listing[:4], *tiled[1:], base, output.indices.size, *output[:2],
         bound, following, listing.room, _MARGIN, output.count,
     )  # fmt: skip
 

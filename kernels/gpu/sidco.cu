@@ -1,7 +1,7 @@
 // SIDCo's thresholds (arXiv 2101.10761), in float64 on one thread, which costs little more than the launch. The rule is
 // that of mpicomp.compressors.sidco, to the last comparison.
 
-enum Distribution { EXPONENTIAL = 0, GAMMA = 1, PARETO = 2 };
+enum Distribution { EXPONENTIAL = 0, PARETO = 1 };
 
 constexpr double FIRST = 0.25;  // fraction that the first of several stages keeps
 constexpr double FEW = 10;      // number of survivors below which no stage is fitted
@@ -24,77 +24,6 @@ struct Fit {
   double high, high_count;
 };
 
-// Upper regularised incomplete gamma function; `front` is x^a e^-x / Gamma(a).
-DEVICE double gamma_above(double a, double x, double front) {
-  if (x < a + 1) {
-    double term = 1 / a, sum = term;
-    for (int n = 1; n < 10000 && term > sum * 1e-17; ++n) {
-      term *= x / (a + n);
-      sum += term;
-    }
-    return 1 - front * sum;
-  }
-  // The continued fraction 1 / (x + 1 - a - 1 (1 - a) / (x + 3 - a - ...)), by the ratios of successive numerators
-  // and denominators.
-  double diagonal = x + 1 - a, denominator = 1 / diagonal, numerator = 1e300, value = denominator;
-  for (int n = 1; n < 10000; ++n) {
-    const double side = n * (a - n);
-    diagonal += 2;
-    denominator = 1 / (side * denominator + diagonal);
-    numerator = side / numerator + diagonal;
-    value *= numerator * denominator;
-    if (fabs(numerator * denominator - 1) < 1e-16) break;
-  }
-  return front * value;
-}
-
-// The upper `above`-quantile of the standard normal distribution.
-DEVICE double normal_above(double above) {
-  double low = -40, high = 40;
-  for (int n = 0; n < 60; ++n) {
-    const double middle = (low + high) / 2;
-    if (erfc(middle * 0.70710678118654752440) > 2 * above)
-      low = middle;
-    else
-      high = middle;
-  }
-  return (low + high) / 2;
-}
-
-// The upper `above`-quantile of the gamma distribution of shape `a` and scale 1, 0 < above < 1.
-DEVICE double gamma_threshold(double a, double above) {
-  if (a > 1e4) {  // nearly the cube of a normal one (Wilson and Hilferty); series would be long
-    const double part = 1 - 1 / (9 * a) + normal_above(above) / (3 * sqrt(a));
-    return a * part * part * part;
-  }
-  // Newton's method on the logarithm of the smaller part, inside a bracket. The first x is below the solution:
-  // the lower part is at most x^a / Gamma(a + 1).
-  const double of_a = lgamma(a), below = 1 - above;
-  double low = exp((log1p(-above) + of_a + log(a)) / a), high = as_real(INFINITE_DOUBLE);
-  const bool by_lower = above > 0.1;
-  double x = by_lower ? low : larger(low, a);
-  for (int n = 0; n < 100; ++n) {
-    if (!(x > 0)) return 0;
-    const double front = exp(a * log(x) - x - of_a), rest = gamma_above(a, x, front);
-    if (rest > above)
-      low = larger(low, x);
-    else
-      high = smaller(high, x);
-    double next;
-    if (by_lower) {  // in the logarithm of x, where it is nearly straight
-      const double lower = x < a + 1 && rest > 0.9 ? -expm1(log(rest)) : 1 - rest;
-      next = x * exp(-log(lower / below) * lower / front);
-    } else {
-      next = x + log(rest / above) * rest / front * x;
-    }
-    if (!(next > low && next < high)) next = high < as_real(INFINITE_DOUBLE) ? (low + high) / 2 : 2 * x;
-    const double change = fabs(next - x);
-    x = next;
-    if (change <= 1e-13 * x) break;
-  }
-  return x;
-}
-
 // Distance from the location to the upper `share`-quantile.
 DEVICE double exponential_threshold(double mean, double share) { return -mean * log(share); }
 
@@ -113,19 +42,11 @@ DEVICE void set_threshold(Fit* fit, State* state, double threshold) {
 
 DEVICE double count_of(const Partials* partials) { return (double)reinterpret_cast<const i64*>(partials->totals())[0]; }
 
-// The first threshold, from the moments of all elements and, for gamma, from logarithms of those that are looked at.
-// `estimating` is 0 where the array is too small for it.
+// The first threshold, from the moments of all elements. `estimating` is 0 where the array is too small for it.
 KERNEL begin(
-    const Partials* moments, const Partials* logarithms, i64 k, i64 stages, i64 distribution, i64 estimating, Fit* fit,
-    State* state) {
+    const Partials* moments, i64 k, i64 stages, i64 distribution, i64 estimating, Fit* fit, State* state) {
   if (threadIdx.x != 0) return;
   const double nonzero = count_of(moments), total = moments->totals()[1], energy = moments->totals()[2];
-  double seen = 0, total_seen = 0, logarithm = 0;
-  if (logarithms) {
-    seen = count_of(logarithms);
-    total_seen = logarithms->totals()[1];
-    logarithm = logarithms->totals()[2];
-  }
   *fit = Fit{};
   fit->reached = as_real(NAN_DOUBLE);  // NaN: nothing was estimated
   state->k = (u64)smaller(k, (i64)nonzero);
@@ -140,17 +61,10 @@ KERNEL begin(
   fit->left = several ? stages - 1 : 0;
   fit->corrections = CORRECTIONS;
   const double mean = total / nonzero;
-  if (distribution == PARETO) {
+  if (distribution == PARETO)
     set_threshold(fit, state, pareto_threshold(mean, energy / nonzero - mean * mean, first));
-  } else if (distribution == GAMMA && seen > 0) {
-    const double mean_seen = total_seen / seen, spread = log(mean_seen) - logarithm / seen;
-    const double shape = (3 - spread + sqrt((spread - 3) * (spread - 3) + 24 * spread)) / (12 * spread);
-    set_threshold(
-        fit, state,
-        spread > 1e-9 ? mean_seen / shape * gamma_threshold(shape, first) : exponential_threshold(mean_seen, first));
-  } else {
+  else
     set_threshold(fit, state, exponential_threshold(mean, first));
-  }
 }
 
 // A threshold between the highest that too many elements exceed and the lowest that too few do, where counts are
@@ -210,9 +124,4 @@ KERNEL refine(
   double sum[3] = {};
   sum_tail(array, size, remaining, stride, (Real)fit->threshold, sum);
   if (finish_sums(sum, partials) && threadIdx.x == 0) decide(fit, state, sum[0], sum[1], sum[2], wanted, distribution);
-}
-
-// One thread a solution, for tests of gamma_threshold.
-KERNEL gamma_thresholds(const double* shapes, const double* above, i64 count, double* out) {
-  for (const i64 i : grid_stride(count)) out[i] = gamma_threshold(shapes[i], above[i]);
 }

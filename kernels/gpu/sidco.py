@@ -2,7 +2,6 @@
 
 from typing import Any, NamedTuple
 
-import numpy as np
 from mpicomp.kernels.gpu.compile import launch, remaining, sweeps
 from mpicomp.kernels.gpu.select import (
     BLOCKS,
@@ -19,7 +18,7 @@ from mpicomp.kernels.gpu.select import (
 from mpicomp.kernels.gpu.sweeps import accumulate_sweep
 from mpicomp.kernels.gpu.workspace import Fit, Workspace
 
-DISTRIBUTIONS = ("exponential", "gamma", "pareto")
+DISTRIBUTIONS = ("exponential", "pareto")
 CORRECTIONS = 6  # thresholds that may follow those of the stages
 SMALL = 2048  # elements; fewer are selected exactly
 SAMPLE = 1 << 21  # elements that are enough for a fit
@@ -66,14 +65,13 @@ def sidco(
     """Write gradient plus residual to ``out`` and select its elements above an estimated threshold.
 
     The rule is that of `mpicomp.SIDCo` with a fixed number of stages, at least 1; ``k`` elements are wanted.
-    Distributions are "exponential", "gamma" and "pareto" in the first stage; later ones are exponential after
-    exponential, else generalized Pareto. ``bound`` and ``following`` are those of `topk`; ``selection``
+    Distributions are "exponential" and "pareto". ``bound`` and ``following`` are those of `topk`; ``selection``
     receives indices, values and their number, as int64, with room for ``4 k + 1024`` elements, or for all.
 
-    There are ``stages + 13`` launches for float32 and three more for float64, of 2048 elements and more; one more for
-    gamma. The device decides which of them do anything; the others end at once. Usually one sweep goes through memory,
-    and a few sample 2 to 4 million elements. Without a good bound two sweeps follow; where an exact selection has to
-    replace the estimate, four or seven more do. Results are valid until the next call with this workspace.
+    There are ``stages + 13`` launches for float32 and three more for float64, of 2048 elements and more. The device
+    decides which of them do anything; the others end at once. Usually one sweep goes through memory, and a few sample 2
+    to 4 million elements. Without a good bound two sweeps follow; where an exact selection has to replace the estimate,
+    four or seven more do. Results are valid until the next call with this workspace.
     """
     workspace.begin(gradient, out)
     indices, values, count = selection
@@ -92,14 +90,7 @@ def sidco(
     sampled = remaining(w.numel, stride)
     blocks = min(BLOCKS, sweeps(sampled, dtype))
     accumulate_sweep(gradient, residual, out, w.moments, w.listing, (bound, 0), w.state)
-    with_logarithms = distribution == "gamma" and estimating
-    if with_logarithms:
-        launch("sweep", "logarithms", dtype, blocks, out, out.size, sampled, stride, w.sampled.memory)
-    launch(
-        "sidco", "begin", dtype, 1,
-        w.moments.memory, w.sampled.memory if with_logarithms else 0, k, stages, kind, int(estimating),
-        w.fit, w.state,
-    )  # fmt: skip
+    launch("sidco", "begin", dtype, 1, w.moments.memory, k, stages, kind, int(estimating), w.fit, w.state)
     wanted = k * sampled_of(w.numel, stride) / w.numel
     for _ in range(stages - 1 + CORRECTIONS if estimating else 0):
         launch(
@@ -123,8 +114,3 @@ def sampled_of(numel: int, stride: int) -> int:
     """Return the number of elements in every ``stride``-th group of 1024."""
     whole, rest = divmod(numel, 1024 * stride)
     return whole * 1024 + min(rest, 1024)
-
-
-def gamma_threshold(shapes: Any, above: Any, out: Any) -> None:
-    """Write where gamma distributions of scale 1 have a part ``above`` above it; arrays of float64, shape (n,)."""
-    launch("sidco", "gamma_thresholds", np.float64, -(-out.size // 256), shapes, above, out.size, out)

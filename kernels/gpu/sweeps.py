@@ -5,8 +5,8 @@ from typing import Any
 import numpy as np
 from mpicomp.kernels import cpu
 from mpicomp.kernels.cpu.bits import infinity_of
-from mpicomp.kernels.gpu.compile import THREADS, launch, library, remaining, scalar_arg, sweeps, twin_of, word_of
-from mpicomp.kernels.gpu.select import Field, Listing, Output, Rule, Source, Target, count_tiles, tiles_of, write_tiles
+from mpicomp.kernels.gpu.compile import THREADS, launch, library, remaining, scalar_arg, sweeps, twin_of
+from mpicomp.kernels.gpu.select import Listing
 from mpicomp.kernels.gpu.workspace import COLUMNS, Partials, reuse
 
 _PER_BLOCK = 64 * 1024  # elements that a block of `spectrum` counts
@@ -18,24 +18,6 @@ def accumulate(gradient, residual, out, threads=1, factor=1.0):
     partials = reuse(Partials, sweeps(out.size, out.dtype), COLUMNS, True)
     accumulate_sweep(gradient, residual, out, partials, Listing(), factor=factor)
     return _moments(partials)
-
-
-# The sweep leaves candidates tile by tile, in the order in which tiles end; two short launches sort them.
-@twin_of(cpu.accumulate_candidates)
-def accumulate_candidates(gradient, residual, out, bound, base, index, bits, count, threads=1):
-    cupy = library()
-    room, tiled = index.size, tiles_of(out.size, out.dtype)
-    listing = Listing(
-        cupy.empty(room, np.uint32), cupy.empty(room, word_of(out.dtype)),
-        cupy.empty(tiled.number, np.uint64), cupy.empty(tiled.number, np.uint32), room,
-    )  # fmt: skip
-    partials = reuse(Partials, sweeps(out.size, out.dtype), COLUMNS, True)
-    least = scalar_arg(bound, np.uint64)
-    accumulate_sweep(gradient, residual, out, partials, listing, least, tiled.state)
-    target = Target(least, Rule.REACH, (0, room))
-    count_tiles(out, tiled, listing, Source.LIST_IF_COMPLETE, target, least, scalar_arg(count, np.int64))
-    write_tiles(out, tiled, listing, Output(index, magnitudes=bits), base)
-    return tiled.state.view(np.int64)[Field.END], _moments(partials)
 
 
 def accumulate_sweep(

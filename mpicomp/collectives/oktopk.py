@@ -34,7 +34,7 @@ from mpicomp.compressors.wire import (
     write_sparse,
 )
 from mpicomp.errors import MessageError
-from mpicomp.gpu import current_device, pick, to_python
+from mpicomp.gpu import HOST, Device, current_device
 from mpicomp.mpi.rounds import Group, Round, Rounds, gather_rows, parts_of
 from mpicomp.registry import register
 from mpicomp.workspace import Workspace
@@ -75,6 +75,8 @@ class Oktopk(Scheme[Sparsifier]):
     A rank has sent its values at those of its indices that were delivered; the others stay in its residual. 16-bit
     values are rounded at the sender and, as means, at the owner, whose residual keeps that error, times the number of
     ranks. One more allgatherv of one number a rank then sums the lost energy.
+
+    Selections of a GPU are exchanged in host memory: merges of a few elements ask for numbers all the time.
     """
 
     id: ClassVar[str] = "oktopk"
@@ -119,7 +121,10 @@ class _Step:
         self.accumulated = accumulated
         self.context = context
         self.group = context.group
+        self.device: Device = current_device()
         self.workspace: Workspace = context.workspace
+        if self.device is not HOST:
+            self.workspace = context.workspace.made("oktopk on the host", Workspace)
         self.numel = accumulated.numel
         self.dtype = accumulated.dtype
         state = context.memory.get("oktopk")
@@ -133,7 +138,9 @@ class _Step:
     def run(self) -> Exchange:
         wire, ranks = self.compressor.wire, self.group.size
         selection = self.compressor.select(self.accumulated, self.context)
-        if wire is not None and np.may_share_memory(selection.values, self.accumulated.array()):
+        if self.device is not HOST:
+            selection = Selection(*self.device.to_host_all([selection.indices, selection.values]))
+        elif wire is not None and np.may_share_memory(selection.values, self.accumulated.array()):
             selection = Selection(selection.indices, selection.values.copy())  # rounded in place when it is written
         regions = list(pairwise(self.state["bounds"]))
 
@@ -160,7 +167,11 @@ class _Step:
         if error is not None:
             error_sent = Selection(chosen.indices, error)
             sent = _merged(kernels.merge_subtract, sent, error_sent, self.workspace, "sent.rounded")
-            [change] = to_python(kernels.norm_change(self.accumulated.array(), sent.indices, sent.values))
+            array, places = self.accumulated.array(), sent.indices
+            if self.device is not HOST:
+                array = self.device.to_host(array[self.device.to_device(places)])
+                places = np.arange(places.size, dtype=np.uint32)
+            change = kernels.norm_change(array, places, sent.values)
             lost = max(0.0, self.accumulated.energy + change) if self.problem is None else math.nan
             lost = float((yield from gather_rows(np.array(lost), self.group)).sum())
             check_undamaged("oktopk", DAMAGED * math.isnan(lost), self.problem)
@@ -170,9 +181,13 @@ class _Step:
         if self.problem is not None:
             return failed_result(self.accumulated, self.problem, stale=False)
         # Sums can be infinite where no rank's value is; they reach every threshold.
-        [infinite] = to_python(kernels.count_reaching(delivered.values, kernels.magnitude_bits(np.inf, self.dtype)))
+        infinite = kernels.count_reaching(delivered.values, kernels.magnitude_bits(np.inf, self.dtype))
         total = sum(message.energy for message in arrived)
         kept = float(delivered.indices.size)
+        delivered, sent = (
+            Selection(self.device.to_device(found.indices), self.device.to_device(found.values))
+            for found in (delivered, sent)
+        )
         mean = mean_at(delivered.indices, delivered.values)
         return Result.from_headers(mean, sent, kept, self.flags, total, lost, infinite == 0)
 
@@ -180,9 +195,7 @@ class _Step:
         """Send every region's elements to its owner; return k and the messages received, one a rank."""
         ranks = self.group.size
         inner = np.array([start for start, _ in regions[1:]], np.uint32)
-        device = current_device()
-        cuts = device.to_host(np.searchsorted(selection.indices, device.to_device(inner))).tolist()
-        cuts = [0, *cuts, selection.indices.size]
+        cuts = [0, *np.searchsorted(selection.indices, inner).tolist(), selection.indices.size]
         counts = [stop - start for start, stop in pairwise(cuts)]
         ask = Round("alltoallv", [2] * ranks, _COUNT)
         ask.send = np.array([(count, selection.indices.size) for count in counts], _COUNT).reshape(-1)
@@ -226,7 +239,7 @@ class _Step:
         """Return the delivered sums of each owner, the magnitude bits that they reach, and this rank's number."""
         ranks, state = self.group.size, self.state
         bits = 0 if state["threshold"] is None else kernels.magnitude_bits(state["threshold"], self.dtype)
-        [reaching] = to_python(0 if state["threshold"] is None else kernels.count_reaching(sums.values, bits))
+        reaching = 0 if state["threshold"] is None else kernels.count_reaching(sums.values, bits)
         renew = state["exchanges"] % _RENEW_REGIONS == 0
         counts_here = [reaching, sums.indices.size, *(_quantiles(selection.indices, ranks) if renew else ())]
         share = Round("allgatherv", [len(counts_here)] * ranks, _COUNT, send=np.array(counts_here, _COUNT))
@@ -247,11 +260,11 @@ class _Step:
             gather = Round("allgatherv", found, self.dtype, send=sums.values)
             gather.recv = self.workspace.scratch("magnitudes", sum(found), self.dtype)
             magnitudes = yield gather
-            [bits] = to_python(kernels.kth_magnitude(magnitudes, max(1, min(target, magnitudes.size))))
+            bits = kernels.kth_magnitude(magnitudes, max(1, min(target, magnitudes.size)))
             threshold = kernels.magnitude_of(bits, self.dtype)
             state["threshold"] = threshold if math.isfinite(threshold) else None
             parts = _cut(magnitudes, found)
-            *counts, num_chosen = to_python(*(kernels.count_reaching(part, bits) for part in (*parts, sums.values)))
+            *counts, num_chosen = (kernels.count_reaching(part, bits) for part in (*parts, sums.values))
             if num_chosen != counts[rank]:
                 text = f"oktopk: of the {sums.values.size} sums of rank {rank} others were received than it has sent"
                 self.problem = self.problem or MessageError(text)
@@ -265,10 +278,8 @@ class _Step:
         energy, kept = 0.0, 0.0
         for message in arrived:
             delivered = _intersection(message.selection, chosen.indices, self.workspace, "delivered")
-            sent_energy, kept_energy = to_python(
-                kernels.energy(message.selection.values), kernels.energy(delivered.values)
-            )
-            energy, kept = energy + sent_energy, kept + kept_energy
+            energy += kernels.energy(message.selection.values)
+            kept += kernels.energy(delivered.values)
         return energy, kept
 
     def _round_means(self, chosen: Selection, wire: str) -> NDArray[np.floating]:
@@ -365,13 +376,13 @@ def _merged(
     kernel: Callable[..., Any], first: Selection, second: Selection, workspace: Workspace, name: str
 ) -> Selection:
     out = _capacity(workspace, name, first.indices.size + second.indices.size, first.values.dtype)
-    [size] = to_python(kernel(first.indices, first.values, second.indices, second.values, out.indices, out.values))
+    size = kernel(first.indices, first.values, second.indices, second.values, out.indices, out.values)
     return Selection(out.indices[:size], out.values[:size])
 
 
 def _intersection(selection: Selection, indices: NDArray[np.uint32], workspace: Workspace, name: str) -> Selection:
     out = _capacity(workspace, name, min(selection.indices.size, indices.size), selection.values.dtype)
-    [size] = to_python(kernels.intersect(selection.indices, selection.values, indices, out.indices, out.values))
+    size = kernels.intersect(selection.indices, selection.values, indices, out.indices, out.values)
     return Selection(out.indices[:size], out.values[:size])
 
 
@@ -393,8 +404,7 @@ def _quantiles(indices: NDArray[np.uint32], size: int) -> list[int]:
     count = indices.size
     if not count:
         return [-1] * (size - 1)
-    found: list[int] = pick(indices, [place * count // size for place in range(1, size)]).tolist()
-    return found
+    return [int(indices[place * count // size]) for place in range(1, size)]
 
 
 def _mean_bounds(cuts: NDArray[np.int64], before: Sequence[int]) -> list[int]:

@@ -325,11 +325,12 @@ class Accumulated:
     def list_above(self, workspace: Workspace, parts: Sequence[tuple[slice, float, int]]) -> list[Candidates]:
         """Return the candidates of parts (slice, bound, room), ascending and disjoint.
 
-        They are listed in the sweep that computes the sum; if it was computed before, none are.
+        They are listed in the sweep that computes the sum; if it was computed before, or on a GPU, none are.
         """
-        total = self.memory[: self.numel]
+        total, lists = self.memory[: self.numel], hasattr(self.kernels, "accumulate_candidates")
         candidates, listing = [], []
         for place, (part, bound, room) in enumerate(parts):
+            bound = bound if lists else 0.0
             entry = Candidates(total, part, bound, room, workspace, f"candidates.{place}", self.kernels, self.threads)
             candidates.append(entry)
             if entry.bound and not self.is_computed:

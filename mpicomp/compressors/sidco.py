@@ -109,7 +109,9 @@ class SIDCo(Estimator):
         return None if self.wire is not None else self._fused(accumulated, context)
 
     def _fused(self, accumulated: Accumulated, context: Context) -> UncountedSelection | None:
-        if not self.corrections or accumulated.is_computed or not hasattr(accumulated.kernels, "sidco"):
+        if not self.corrections or self.distribution == "gamma" or accumulated.is_computed:
+            return None
+        if not hasattr(accumulated.kernels, "sidco"):
             return None
         memory, workspace = context.memory, context.workspace
         k = num_kept(self.ratio, accumulated.numel)

@@ -8,12 +8,11 @@ from mpicomp.gpu.device import (
     MeanPart,
     StreamOrder,
     current_device,
-    pick,
     received_on_host,
     to_python,
 )
 
 __all__ = [
-    "HOST", "Device", "MeanPart", "StreamOrder", "common_device", "current_device", "device_array", "on_device", "pick",
+    "HOST", "Device", "MeanPart", "StreamOrder", "common_device", "current_device", "device_array", "on_device",
     "received_on_host", "to_python",
 ]  # fmt: skip

@@ -77,6 +77,10 @@ class Device:
         host: NDArray[Any] = array
         return host
 
+    def to_host_all(self, arrays: Sequence[Any]) -> list[NDArray[Any]]:
+        """Return arrays of this device in host memory, with one wait."""
+        return list(arrays)
+
     def to_device(self, array: Any) -> Any:
         """Return a constant array on this device: a copy where it is somewhere else."""
         return array
@@ -148,12 +152,6 @@ def activated(device: Device, landing: Any = None) -> Iterator[None]:
 def to_python(*values: Any) -> Sequence[Any]:
     """Return Python numbers for the values that kernels return, all of a call in one read of the device."""
     return current_device().to_python(*values)
-
-
-def pick(array: Any, positions: Sequence[int]) -> NDArray[Any]:
-    """Return a few elements of an array in host memory, in one read."""
-    device = current_device()
-    return device.to_host(array[device.to_device(np.array(positions, np.int64))])
 
 
 def received_on_host(array: Any) -> NDArray[Any]:
