@@ -33,12 +33,6 @@ from mpicomp.kernels.gpu.codes import (
 from mpicomp.kernels.gpu.compile import compile_ahead
 from mpicomp.kernels.gpu.indices import ascending_below, decode_indices, decode_indices_of, encode_indices
 from mpicomp.kernels.gpu.message import sparse_add, write_header, write_pairs, write_tail
-from mpicomp.kernels.gpu.products import (
-    conv_double,
-    conv_halve,
-    conv_mix,
-    conv_room,
-)  # fmt: skip
 from mpicomp.kernels.gpu.scatter import (
     Pieces,
     clear_at,

@@ -32,14 +32,13 @@ def widen_add(source, wire, out):
 
 
 class SignStats(NamedTuple):
-    """Numbers of a sum that `accumulate_signs` has packed, as 0-d device arrays."""
+    """Numbers of a sum that `accumulate_signs` has packed, as 0-d device arrays; ``lost`` is of what it lacks."""
 
     nonzero: Any
     total: Any
     energy: Any
     finite: Any
     lost: Any
-    """Squared L2 norm of the elements that the message lacks."""
 
 
 @twin_of(cpu.pack_signs)

@@ -54,9 +54,8 @@ def launch(source: str, name: str, dtype: Any, blocks: int, *arguments: Any) -> 
     Arguments are device arrays, int for 64-bit integers and null pointers, and float for doubles.
     """
     cupy = library()
-    _kernel(cupy, cupy.cuda.runtime.getDevice(), source, name, np.dtype(dtype))(
-        (max(1, blocks),), (THREADS,), arguments
-    )
+    kernel = _kernel(cupy, cupy.cuda.runtime.getDevice(), source, name, np.dtype(dtype))
+    kernel((max(1, blocks),), (THREADS,), arguments)
 
 
 def tile(dtype: Any) -> int:
@@ -107,11 +106,7 @@ def scalar_arg(value: Any, dtype: Any) -> tuple[Any, Any]:
 
 @functools.cache
 def _kernel(cupy: Any, device: int, source: str, name: str, dtype: np.dtype[Any]) -> Any:
-    return _module(cupy, device, source, dtype).get_function(name)
-
-
-def _module(cupy: Any, device: int, source: str, dtype: np.dtype[Any]) -> Any:
-    return _compilation(cupy, device, source, dtype).result()
+    return _compilation(cupy, device, source, dtype).result().get_function(name)
 
 
 def compile_ahead(sources: Iterable[str], dtype: Any) -> None:

@@ -1,7 +1,4 @@
-"""Messages: the header before a payload, the numbers after an array, and the sum of several selections.
-
-The device writes them, in one launch each: the host would have to wait for the numbers.
-"""
+"""Messages, written by the device in one launch each: the host would have to wait for the numbers."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -39,8 +36,7 @@ def write_pairs(
     ``count`` may be a 0-d device array: then ``values`` and ``indices`` have room for more. At least ``least`` indices
     are coded, if that takes at most ``most`` bytes each.
     """
-    # More blocks than a sum needs, so that a thread copies few elements.
-    blocks, dtype = strides(values.size), values.dtype
+    blocks, dtype = strides(values.size), values.dtype  # more than a sum needs: a thread copies few elements
     launch(
         "message", "write_pairs", dtype, blocks,
         message, _signed(lead), *scalar_arg(finite, np.bool_), *scalar_arg(energy, np.float64),

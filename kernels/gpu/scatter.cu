@@ -21,45 +21,19 @@ KERNEL gather(const Real* array, const u32* indices, i64 count, Real* out, const
   for (const i64 j : grid_stride(count)) out[j] = array[indices[j]];
 }
 
-KERNEL scatter_ascending(
+KERNEL scatter_add(
     const u32* indices, const Real* values, i64 count, const double* factor, double factor_value, Real* out,
     const Check* flags, u8* good) {
-  const bool outside = flags->outside != 0;
+  const bool refused = flags->outside || flags->unordered;
   const Real by = (Real)scalar_arg(factor, factor_value);
-  if (blockIdx.x == 0 && threadIdx.x == 0) *good = !outside;
-  if (outside || flags->unordered) return;
+  if (blockIdx.x == 0 && threadIdx.x == 0) *good = !refused;
+  if (refused) return;
   for (const i64 j : grid_stride(count)) {
     const u32 index = indices[j];
     if (j > 0 && indices[j - 1] == index) continue;
     Real sum = out[index];
     for (i64 next = j; next < count && indices[next] == index; ++next) sum += product(by, values[next]);
     out[index] = sum;
-  }
-}
-
-// Indices in any order: a block has a part of the output and scans all indices for those that fall into it.
-KERNEL scatter_unordered(
-    const u32* indices, const Real* values, i64 count, const double* factor, double factor_value, Real* out, i64 size,
-    const Check* flags) {
-  __shared__ u32 where[THREADS];
-  __shared__ Real part[THREADS];
-  if (flags->outside || !flags->unordered) return;
-  const Real by = (Real)scalar_arg(factor, factor_value);
-  const i64 each = (size + gridDim.x - 1) / gridDim.x;
-  const i64 from = (i64)blockIdx.x * each, to = from + each;
-  for (i64 start = 0; start < count; start += THREADS) {
-    const i64 j = start + threadIdx.x;
-    const u32 index = j < count ? indices[j] : 0;
-    const bool mine = j < count && (i64)index >= from && (i64)index < to;
-    u64 total;
-    const u64 place = block_scan(mine, total);
-    if (mine) {
-      where[place] = index;
-      part[place] = values[j];
-    }
-    __syncthreads();
-    for (u64 p = 0; p < total; ++p)
-      if (where[p] % THREADS == threadIdx.x) out[where[p]] += product(by, part[p]);
   }
 }
 

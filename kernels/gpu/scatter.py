@@ -19,17 +19,13 @@ def gather(array, indices, out):
     return good[0]
 
 
-# One thread sums an output, so that the result has the same bits at every call and on every rank. This is fast where
-# indices ascend, repeated or not; otherwise every block scans all of them.
+# One thread sums an output, so that the result has the same bits at every call and on every rank. Indices that descend
+# are refused as those out of range are.
 @twin_of(cpu.scatter_add)
 def scatter_add(indices, values, factor, out):
     flags, good = _check(indices, out.size, out.dtype)
     count, by = indices.size, scalar_arg(factor, np.float64)
-    launch("scatter", "scatter_ascending", out.dtype, strides(count), indices, values, count, *by, out, flags, good)
-    launch(
-        "scatter", "scatter_unordered", out.dtype, strides(out.size),
-        indices, values, count, *by, out, out.size, flags,
-    )  # fmt: skip
+    launch("scatter", "scatter_add", out.dtype, strides(count), indices, values, count, *by, out, flags, good)
     return good[0]
 
 

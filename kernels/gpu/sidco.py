@@ -27,27 +27,22 @@ SLACK = 1024  # elements that may be selected beyond ``LIMIT * k``
 
 
 class Estimate(NamedTuple):
-    """Results of `sidco` besides the selection, as 0-d device arrays in its workspace."""
+    """Results of `sidco` besides the selection, as 0-d device arrays in its workspace.
+
+    The first four and the last two are those of `topk`. ``threshold`` is the last one that was estimated, in float64,
+    or 0. ``reached`` is the share of the wanted elements that the stages without corrections have reached, or NaN.
+    ``exact`` is 1 where exactly the k largest were selected.
+    """
 
     nonzero: Any
-    """Elements of the accumulated gradient that are not zero."""
     total: Any
-    """Sum of its magnitudes."""
     energy: Any
-    """Sum of its squares."""
     finite: Any
-    """Whether all its elements are finite numbers."""
     threshold: Any
-    """The last one that was estimated, in float64; 0 where none was."""
     reached: Any
-    """Share of the wanted elements that the stages without corrections have reached; NaN where nothing was estimated.
-    A caller that adapts the number of stages reads it when the step is over anyway."""
     exact: Any
-    """1 where exactly the k largest were selected, 0 where the elements above the threshold were."""
     candidates: Any
-    """Elements that reached the bound; 0 without a bound."""
     hit: Any
-    """1 where the candidates were enough, 0 where the whole array was searched."""
 
 
 def sidco(

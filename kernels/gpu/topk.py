@@ -8,22 +8,20 @@ from mpicomp.kernels.gpu.workspace import Workspace
 
 
 class Stats(NamedTuple):
-    """Results of `topk` besides the selection, as 0-d device arrays in its workspace."""
+    """Results of `topk` besides the selection, as 0-d device arrays in its workspace.
+
+    Of the accumulated gradient: the number of elements that are not zero, the sums of magnitudes and of squares, and
+    whether all are finite. ``threshold`` has the magnitude bits of the smallest selected element, as uint64.
+    ``candidates`` is the number of elements that reached the bound; ``hit`` is 1 where these were enough.
+    """
 
     nonzero: Any
-    """Elements of the accumulated gradient that are not zero."""
     total: Any
-    """Sum of its magnitudes."""
     energy: Any
-    """Sum of its squares."""
     finite: Any
-    """Whether all its elements are finite numbers."""
     threshold: Any
-    """Magnitude bits of the smallest element that was selected, as uint64."""
     candidates: Any
-    """Elements that reached the bound; 0 without a bound."""
     hit: Any
-    """1 where the candidates were enough, 0 where the whole array was searched."""
 
 
 def topk(

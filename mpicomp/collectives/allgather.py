@@ -271,7 +271,8 @@ class Allgather(Scheme[Sparsifier]):
         compressor, numel, dtype = self.compressor, accumulated.numel, accumulated.dtype
         longest = Wire(indices="plain" if compressor.indices == "auto" else compressor.indices)
         capacity = capacity_bytes(found.indices.size, numel, dtype, longest)
-        message, moments = context.workspace.array("allgather.message", capacity, _BYTE), accumulated.device_moments
+        message = context.workspace.array("allgather.message", capacity, _BYTE, cleared=True)
+        moments = accumulated.device_moments
         flags = STALE * accumulated.stale
         write_pairs(message, found, found.count, numel, compressor.indices, flags, moments.energy, moments.finite)
         usual = min(numel, compressor.expected(numel) * 5 // 4)

@@ -10,7 +10,7 @@ __all__ = ["emulated", "gpu_kernels", "joining_place", "kernels", "place"]
 # Families whose float64 is tried in every run, on the host: what selections and their sums are made of.
 FLOAT64 = {"accumulate", "message_kernels", "moments", "scatter", "select", "elementwise", "above_threshold"}
 
-HOST_ONLY = {"merge"}  # families without kernels of a GPU, which lists no candidates either
+HOST_ONLY = {"merge", "products"}  # families without kernels of a GPU, which lists no candidates either
 
 
 def pytest_generate_tests(metafunc):

@@ -68,23 +68,6 @@ def test_sums_of_channels(kernels, dtype, inputs, outputs):
         np.testing.assert_array_equal(out, weights[:, :, 0] @ values + bias[:, None])
 
 
-@pytest.mark.parametrize("name", ["conv_halve", "conv_double", "conv_mix"])
-def test_convolutions_on_a_gpu_round_as_on_the_host(gpu_kernels, dtype, name):
-    """Sums depend on their order here; the fixture compares bits with those of the host."""
-    rng = np.random.default_rng(0)
-    for places in (1, 7, 700):
-        values, bias = rng.normal(size=(8, 2 * places)).astype(dtype), rng.normal(size=16).astype(np.float32)
-        if name == "conv_mix":
-            weights, out = rng.normal(size=(16, 8)).astype(np.float32), np.empty((16, 2 * places), dtype)
-            gpu_kernels.conv_mix(values, weights, bias, out)
-            continue
-        shape, length = ((16, 8, 3), places) if name == "conv_halve" else ((8, 16, 3), 4 * places)
-        weights, out = rng.normal(size=shape).astype(np.float32), np.empty((16, length), dtype)
-        scratch, gate = np.empty(cpu.conv_room(8), dtype), rng.normal(size=out.shape).astype(dtype)
-        for decides in (out, gate):
-            getattr(gpu_kernels, name)(values, weights, bias, 0.1, decides, scratch, out)
-
-
 @pytest.mark.parametrize(("name", "reference"), [("conv_halve", halved), ("conv_double", doubled)])
 def test_a_gate_decides_in_place_of_the_sums(kernels, dtype, name, reference):
     weights, bias, scratch = layer(2, 2, 3, dtype)

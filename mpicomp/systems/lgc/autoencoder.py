@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpicomp import kernels
-from mpicomp.gpu import current_device
+from mpicomp.gpu import HOST, current_device
 from mpicomp.workspace import Workspace
 
 _CHANNELS = 4  # of the code
@@ -34,7 +34,7 @@ class Autoencoder:
 
     `encode`, `decode` and `decode_near` are part of every step: they allocate nothing, need no torch, return the same
     bits for the same input on every processor (kernels of `mpicomp.kernels.cpu.compile.exact`), and map infinity and
-    NaN to infinity or NaN. Their arrays are those of the current device; weights and states are on the host.
+    NaN to infinity or NaN. Values of a GPU, some thousand, are coded on the host, where weights and states are.
 
     Each encoder layer has three taps and a stride of two; then channels are mixed to the four of the code. A decoder
     is the same in reverse, mixed to one channel. Behind all layers but those that mix there is a leaky rectifier, so
@@ -61,7 +61,7 @@ class Autoencoder:
         passes: int = 4,
         published: bool = False,
     ) -> None:
-        self.workspace = workspace
+        self.workspace = workspace if workspace.device is HOST else Workspace()
         self.seed = seed
         self._stride: int = 2 ** len(encoder)
         pairs = pairwise([1, *encoder]), pairwise([_CHANNELS, *decoder])
@@ -77,7 +77,7 @@ class Autoencoder:
         self._moments: NDArray[np.float32] = np.zeros((2, 0), np.float32)
         self._steps = 0
         self._source: Any = None  # the state or the weights that are in use
-        self._on_device: Any = None  # layers' weights on the device of the values
+        self._cut: Any = None  # the weights by layer
 
     @property
     def least(self) -> int:
@@ -96,14 +96,18 @@ class Autoencoder:
         """Write the code of values, shape (count,), to ``out``, shape (length(count),)."""
         places = self._padded(values.size)
         layer = self._array("values", 1, places, values.dtype)
-        _move(values, self._shift, layer[0])
-        *convolutions, (weights, bias) = self._device_layers()[0]
+        device = current_device()
+        _move(device.to_host(values), self._shift, layer[0])
+        *convolutions, (weights, bias) = self._layers_in_use()[0]
         scratch = self.workspace.array("autoencoder.scratch", self._room, values.dtype)
         for place, (kernel, kernel_bias) in enumerate(convolutions):
             places //= 2
             below, layer = layer, self._array(f"layer {place}", len(kernel), places, values.dtype)
             kernels.conv_halve(below, kernel, kernel_bias, _SLOPE, layer, scratch, layer)
-        kernels.conv_mix(layer, weights, bias, out.reshape(_CHANNELS, places))
+        code = out if device is HOST else np.empty(out.size, out.dtype)
+        kernels.conv_mix(layer, weights, bias, code.reshape(_CHANNELS, places))
+        if code is not out:
+            device.assign(out, code)
 
     def decode(self, code: NDArray[np.floating], out: NDArray[np.floating], worker: int = 0) -> None:
         """Write the values of a code to ``out``; with a decoder for each rank, those of rank ``worker``."""
@@ -153,7 +157,7 @@ class Autoencoder:
                 (gradient,) = torch.autograd.grad(loss, flat)
             errors.append(float(error))
             self._step(gradient.numpy())
-        self._on_device, self._source = None, self
+        self._cut, self._source = None, self
         return errors[0]
 
     def size(self, ranks: int) -> int:
@@ -168,7 +172,7 @@ class Autoencoder:
         """Load the weights that `weights` returned, on this rank or another one, unless they are in use."""
         if weights is not self._source:
             self._weights = np.array(weights, np.float32)
-            self._on_device, self._source = None, weights
+            self._cut, self._source = None, weights
 
     def state(self) -> dict[str, Any]:
         """Return copies of all that `learn` needs to continue as if it had never stopped."""
@@ -197,10 +201,10 @@ class Autoencoder:
             inputs = 1.5 * weights.shape[0] if weights.ndim == 3 else weights.shape[1]
             weights[:] = random.standard_normal(weights.shape) / np.sqrt(inputs)
 
-    def _device_layers(self) -> Any:
-        if self._on_device is None:
-            self._on_device = self._layers(current_device().to_device(self._weights))
-        return self._on_device
+    def _layers_in_use(self) -> Any:
+        if self._cut is None:
+            self._cut = self._layers(self._weights)
+        return self._cut
 
     def _layers(self, flat: Any) -> tuple[list[tuple[Any, Any]], list[list[tuple[Any, Any]]]]:
         start, width = _size(self._encoder), _size(self._decoder)
@@ -210,9 +214,10 @@ class Autoencoder:
     def _decode(self, codes: list[NDArray[np.floating]], outs: list[NDArray[np.floating]], worker: int) -> None:
         """Run a decoder for each code; the rectifiers of the first decide for all."""
         dtype = codes[0].dtype
-        layers = [code.reshape(_CHANNELS, -1) for code in codes]
+        device = current_device()
+        layers = [code.reshape(_CHANNELS, -1) for code in device.to_host_all(codes)]
         places = layers[0].shape[1]
-        *convolutions, (weights, bias) = self._device_layers()[1][worker]
+        *convolutions, (weights, bias) = self._layers_in_use()[1][worker]
         scratch = self.workspace.array("autoencoder.scratch", self._room, dtype)
         for depth, (kernel, kernel_bias) in enumerate(convolutions):
             places *= 2
@@ -225,8 +230,11 @@ class Autoencoder:
         for layer, out in zip(layers, outs, strict=True):
             kernels.conv_mix(layer, weights, bias, whole)
             first = min(out.size, places - self._shift)
-            out[:first] = whole[0, self._shift : self._shift + first]
-            out[first:] = whole[0, : out.size - first]
+            values = out if device is HOST else np.empty(out.size, dtype)
+            values[:first] = whole[0, self._shift : self._shift + first]
+            values[first:] = whole[0, : out.size - first]
+            if values is not out:
+                device.assign(out, values)
 
     def _losses(self, torch: Any, flat: Any, values: Any, noise: Any, leader: int | None) -> tuple[Any, Any]:
         """Return the loss, and the squared error as a share of the energy; shapes are (ranks, 1, places)."""
