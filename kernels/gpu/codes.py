@@ -32,7 +32,7 @@ def widen_add(source, wire, out):
 
 
 class SignStats(NamedTuple):
-    """Numbers of a sum that `accumulate_signs` has packed, as 0-d device arrays; ``lost`` is of what it lacks."""
+    """Numbers of a sum that `accumulate_signs` has packed, as 0-d arrays; ``lost`` is the energy of its rounding."""
 
     nonzero: Any
     total: Any
