@@ -39,6 +39,7 @@ from mpicomp.compressors.wire import (
     Wire,
     capacity_bytes,
     count_in,
+    heads_of,
     read_dense_headers,
     read_sparse,
     read_sparse_header,
@@ -91,8 +92,10 @@ class MessageLayout:
         """Return the flags of all messages together, sums of energy and lost energy, and the mean; raise on damage."""
         flags, energy, lost, headers = 0, 0.0, 0.0, list[SparseHeader]()
         try:
-            for (start, stop), count in zip(self.bounds, self.counts, strict=True):
-                header = read_sparse_header(received[start:stop], self.numel, self.dtype, count, start)
+            messages = [received[start:stop] for start, stop in self.bounds]
+            places = zip(messages, self.counts, self.bounds, heads_of(messages), strict=True)
+            for message, count, (start, _), head in places:
+                header = read_sparse_header(message, self.numel, self.dtype, count, start, head)
                 headers.append(header)
                 flags, energy, lost = flags | header.flags, energy + header.energy, lost + header.lost
         except MessageError as error:

@@ -26,7 +26,7 @@ Numbers are little-endian, and padding is zero. Every field is aligned where the
 """
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,7 +35,7 @@ from numpy.typing import NDArray
 
 from mpicomp import kernels
 from mpicomp.errors import MessageError
-from mpicomp.gpu import received_on_host, to_python
+from mpicomp.gpu import current_device, received_on_host, to_python
 from mpicomp.kernels import sizes
 from mpicomp.setting_checks import check_choice
 from mpicomp.workspace import Workspace
@@ -274,10 +274,11 @@ def unpack_sharing(memory: NDArray[np.uint8], headers: Sequence[SparseHeader], o
 
 
 def read_sparse_header(
-    message: NDArray[np.uint8], numel: int, dtype: np.dtype[Any], expected: int | None = None, start: int = 0
-) -> SparseHeader:
-    """Return the header of a message that begins at byte ``start`` of its memory; see `read_sparse`."""
-    flags, formats, count, energy, lost = _read_fields(message, _SPARSE)
+    message: NDArray[np.uint8], numel: int, dtype: np.dtype[Any], expected: int | None = None, start: int = 0,
+    head: NDArray[np.uint8] | None = None,
+) -> SparseHeader:  # fmt: skip
+    """Return the header of a message that begins at byte ``start`` of its memory; see `read_sparse` and `heads_of`."""
+    flags, formats, count, energy, lost = _read_fields(message, _SPARSE, head)
     if flags & DAMAGED:
         return SparseHeader(flags, 0.0, 0.0)
     stored = _name_of(formats & 255, _VALUE_CODES, "values")
@@ -316,9 +317,17 @@ def write_dense_header(
     kernels.write_header(message, lead, finite, energy, None, lost)
 
 
-def read_dense_header(message: NDArray[np.uint8], count: int) -> tuple[int, float, float]:
+def heads_of(messages: Iterable[NDArray[np.uint8]]) -> Sequence[NDArray[np.uint8]]:
+    """Return the first bytes of received messages in host memory, with one wait."""
+    heads = [message[:HEADER_BYTES] for message in messages]
+    return heads if type(heads[0]) is np.ndarray else current_device().received_on_host(heads)
+
+
+def read_dense_header(
+    message: NDArray[np.uint8], count: int, head: NDArray[np.uint8] | None = None
+) -> tuple[int, float, float]:
     """Return the flags, the energy and the lost energy of a dense message that has to have ``count`` elements."""
-    flags, words, elements, energy, lost = _read_fields(message, _DENSE)
+    flags, words, elements, energy, lost = _read_fields(message, _DENSE, head)
     if elements != count:
         raise MessageError(f"message: {count} elements are expected, got {elements}")
     if words != message.size // 8 % (1 << 16) or message.size % 8:
@@ -332,9 +341,9 @@ def read_dense_header(message: NDArray[np.uint8], count: int) -> tuple[int, floa
 def read_dense_headers(messages: NDArray[np.uint8], count: int) -> tuple[int, float, float]:
     """Return all flags, and sums of the energies, of one message a rank, shape (ranks, bytes)."""
     flags, energy, lost = 0, 0.0, 0.0
-    for rank, message in enumerate(messages):
+    for rank, (message, head) in enumerate(zip(messages, heads_of(messages), strict=True)):
         try:
-            fields = read_dense_header(message, count)
+            fields = read_dense_header(message, count, head)
         except MessageError as error:
             raise MessageError(f"from rank {rank}: {error}") from error
         flags, energy, lost = flags | fields[0], energy + fields[1], lost + fields[2]
@@ -369,10 +378,13 @@ def add_dense(message: NDArray[np.uint8], stored: str | None, out: NDArray[np.fl
         kernels.widen_add(_view(message, HEADER_BYTES, out.size, np.uint16), stored, out)
 
 
-def _read_fields(message: NDArray[np.uint8], version: int) -> tuple[int, int, int, float, float]:
+def _read_fields(
+    message: NDArray[np.uint8], version: int, head: NDArray[np.uint8] | None
+) -> tuple[int, int, int, float, float]:
     if message.size < HEADER_BYTES:
         raise MessageError(f"message: at least {HEADER_BYTES} bytes are needed, got {message.size}")
-    found, flags, layout, elements, energy, lost = _HEADER.unpack_from(received_on_host(message[:HEADER_BYTES]).data)
+    head = received_on_host(message[:HEADER_BYTES]) if head is None else head
+    found, flags, layout, elements, energy, lost = _HEADER.unpack_from(head.data)
     if found != version:
         raise MessageError(f"message: version must be {version}, got {found}; run one mpicomp on all ranks")
     if flags > _KNOWN_FLAGS:

@@ -245,8 +245,13 @@ def test_a_steady_step_allocates_nothing(compressor, collective, parameters, cou
 
 
 @pytest.mark.parametrize("size", [slow(2), 3])
-def test_topk_on_the_direct_route_copies_nothing(size, counted_cupy, mpi_reads_the_device):
-    up, down, reads, _, _ = counted(counted_cupy, mpicomp.TopK(ratio=0.01), "allgather", size, route="direct")
+def test_topk_on_the_direct_route_copies_nothing(size, counted_cupy, mpi_reads_the_device, monkeypatch):
+    """The host waits for the message, for the headers of all ranks together, and for numbers."""
+    waits, wait = [], CudaDevice.wait
+    monkeypatch.setattr(CudaDevice, "wait", lambda device: (waits.append(device), wait(device))[1])
+    topk = mpicomp.TopK(ratio=0.01), "allgather"
+    up, down, reads, _, _ = counted(counted_cupy, *topk, size, route="direct", steady=waits.clear)
+    assert len(waits) == 3 * size
     assert up <= 64 + 24 * size
     assert down == 0
     assert reads <= 1
