@@ -10,8 +10,8 @@ from mpicomp.bench.measure.results import show
 
 from mpicomp.cost import CostModel, Network
 from mpicomp.errors import ConfigurationError
+from mpicomp.forecast import Forecast, Forecaster, Job, recommended
 from mpicomp.mpi.rounds import WORLD, Group, layout_groups
-from mpicomp.policies.forecast import Forecast, Forecaster, Job, recommended
 
 SCHEMA = 1
 COLUMNS = {

@@ -20,10 +20,10 @@ from mpicomp.bench.trainer import CPU, MpicompReplica, StepTimes, threads_of_ran
 from mpicomp.checkpoint import load_checkpoint, save_checkpoint
 from mpicomp.compressors import Compressor, Dense
 from mpicomp.errors import ConfigurationError, MpicompError
+from mpicomp.forecast import advice
 from mpicomp.mpi import Transport
 from mpicomp.mpi.rounds import dense_ring_bytes
 from mpicomp.policies import Policy
-from mpicomp.policies.forecast import advice
 from mpicomp.policies.schedule import read_warmup
 from mpicomp.reducer.trace import trace
 from mpicomp.torch import shard_mesh
@@ -393,7 +393,7 @@ class Trained:
     dense_probe: Probe | None = None
     # The rank that the others waited for, over the steps that are timed; None where there is one rank
     slowest: Slowest | None = None
-    advice: str | None = None  # `mpicomp.policies.forecast.advice`
+    advice: str | None = None  # `mpicomp.forecast.advice`
 
 
 def advice_of_run(replica: MpicompReplica, compute_s: float, step_s: float) -> str | None:

@@ -21,7 +21,7 @@ from mpicomp.bench.measure import results
 from mpicomp.bench.plan import Links, plan, read_job, read_links
 
 from mpicomp.cli import run_program
-from mpicomp.policies.forecast import Job
+from mpicomp.forecast import Job
 
 _STUDY, _KEY = "plan_check", ("network", "exchange")
 _NETWORKS = "50mbit/50us,200mbit/50us,1gbit/50us,2.5gbit/50us"

@@ -8,7 +8,7 @@ from mpicomp.cli.options import add_plugin, write_json
 if TYPE_CHECKING:
     from mpicomp.bench.plan import Links
 
-    from mpicomp.policies.forecast import Job
+    from mpicomp.forecast import Job
 
 HELP = "name the exchange for a network that is not here, and the gain of a faster one"
 

@@ -15,11 +15,11 @@ from mpicomp.collectives import bind
 from mpicomp.compressors import Compressor, Dense, OneBit
 from mpicomp.cost import CostModel, Network, measure_kernels
 from mpicomp.cost.kernel_costs import KernelCost
+from mpicomp.forecast import Job, advice
 from mpicomp.job import print_stderr, whole_file
 from mpicomp.mpi import LocalWorld
 from mpicomp.mpi.rounds import layout_groups
 from mpicomp.policies.convergence_penalty import ElementStatistics, ElementSurvey
-from mpicomp.policies.forecast import Job, advice
 from mpicomp.policies.plan_selector import collectives_for
 from mpicomp.policies.ratio_levels import at_ratio, suggested_compressors
 from mpicomp.torch.muon import hidden_matrices, muon_seconds

@@ -12,8 +12,8 @@ from mpicomp import cli
 from mpicomp.cost import CostModel, Network
 from mpicomp.cost.kernel_costs import KernelCost
 from mpicomp.errors import ConfigurationError
+from mpicomp.forecast import Forecaster, Job, advice, recommended
 from mpicomp.policies import forecast
-from mpicomp.policies.forecast import Forecaster, Job, advice, recommended
 
 MODEL = ["--parameters", "3e6", "--step-seconds", "0.2"]
 FREE = {name: KernelCost(0.0, 0.0) for name in ("ddp", "ddp-fp16")}

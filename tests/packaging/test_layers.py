@@ -18,7 +18,7 @@ LAYERS = [
     ["mpicomp.bench.lab", "mpicomp.bench.tasks"],
     ["mpicomp.systems"],
     ["mpicomp.torch", "mpicomp.testing", "mpicomp.checkpoint", "mpicomp.bounded"],
-    ["mpicomp.reducer"],
+    ["mpicomp.reducer", "mpicomp.forecast"],
     ["mpicomp.policies", "mpicomp.job.doctor"],
     ["mpicomp.cost"],
     ["mpicomp.collectives"],

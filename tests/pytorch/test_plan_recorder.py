@@ -9,9 +9,9 @@ import torch
 
 import mpicomp.torch
 from mpicomp.cost import CostModel, Network
+from mpicomp.forecast import Job
 from mpicomp.mpi import LocalWorld
 from mpicomp.mpi.rounds import Group
-from mpicomp.policies.forecast import Job
 from mpicomp.torch import plan_recorder
 
 SLEEP_S = 0.01
