@@ -8,12 +8,11 @@ import numpy as np
 import pytest
 from mpicomp.bench.plan import Links, gpt_job, plan, read_job
 
-from mpicomp import cli
+from mpicomp import cli, forecast
 from mpicomp.cost import CostModel, Network
 from mpicomp.cost.kernel_costs import KernelCost
 from mpicomp.errors import ConfigurationError
 from mpicomp.forecast import Forecaster, Job, advice, recommended
-from mpicomp.policies import forecast
 
 MODEL = ["--parameters", "3e6", "--step-seconds", "0.2"]
 FREE = {name: KernelCost(0.0, 0.0) for name in ("ddp", "ddp-fp16")}
