@@ -3,6 +3,7 @@
 Compiling is all that these tests do with CUDA: nothing here runs on a GPU.
 """
 
+import importlib.util
 import inspect
 import itertools
 import re
@@ -65,6 +66,20 @@ def test_every_source_compiles_without_a_spilled_register(architectures, source,
         print(f"{source} {real} {architecture} {kernel}: {number} registers")
         assert number <= 128, f"{kernel}: fewer than two blocks of 256 threads on a multiprocessor"
     assert set(re.findall(r"(\d+) bytes (?:stack frame|spill stores|spill loads)", done.stderr)) == {"0"}
+
+
+@pytest.mark.slow
+def test_cupys_compiler_takes_every_source():
+    """NVRTC needs no GPU: `pip install cupy-cuda12x nvidia-cuda-nvrtc-cu12`, with its folder in LD_LIBRARY_PATH."""
+    if importlib.util.find_spec("cupy") is None:
+        pytest.skip("no CuPy")
+    code = "import sys; from cupy.cuda.compiler import _NVRTCProgram as Program; "
+    code += "Program(sys.stdin.read(), 'k.cu', (), (), method='cubin').compile(sys.argv[1:], None)"
+    options = ["-std=c++17", "-DREAL=float", "-arch=sm_90", "-ftz=true", "--device-as-default-execution-space"]
+    for source in SOURCES:
+        command = [sys.executable, "-c", code, *options]
+        done = subprocess.run(command, input=code_of(source), capture_output=True, text=True, timeout=100, check=False)
+        assert done.returncode == 0, f"{source}: {done.stderr[-2000:]}"
 
 
 @pytest.mark.parametrize("real", ["float", slow("double")])
