@@ -39,6 +39,7 @@ _MAX_LADDER_RANKS = 1024  # beyond, selections are forecast at 1 % alone
 _KERNELS = {"cpu": KernelCost(2e-4, 3e-9, 1.5e-8), "cuda": KernelCost(3e-4, 2e-11, 1e-10)}
 _DENSE_SHARE = 0.25  # of the seconds an element, of a dense exchange
 _S_PER_COPIED_BYTE = {"cpu": 0.0, "cuda": 1 / 55e9}
+_MAX_SPREAD = 1.5  # of a step's seconds over the median
 _MUON_SHARE = 0.05  # of a step, where Muon's was not measured
 _ADVICE_RATIO = 1.25  # of seconds of a step, from which on another exchange is advised
 # Shares of its steps by which a GPT falls behind, of docs/policies.md: where no gradient was measured.
@@ -297,7 +298,8 @@ class Forecaster:
 def _slowest_s(seconds: Sequence[float], ranks: int) -> float:
     """Return the mean seconds of the slowest of some ranks, whose steps are drawn from those that were timed."""
     shares = (np.arange(len(seconds) + 1) / len(seconds)) ** ranks
-    return float(np.sort(seconds) @ np.diff(shares))
+    typical = np.minimum(np.sort(seconds), _MAX_SPREAD * np.median(seconds))  # another program may delay a step
+    return float(typical @ np.diff(shares))
 
 
 @functools.lru_cache(maxsize=1024)

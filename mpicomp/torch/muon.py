@@ -287,7 +287,7 @@ def hidden_matrices(parameters: Mapping[str, torch.Tensor], model: torch.nn.Modu
 
 
 def muon_seconds(matrices: Sequence[torch.Tensor]) -> float:
-    """Return the seconds that Muon's step takes for some matrices, by those of the largest one."""
+    """Return the seconds that Muon's step takes for some matrices, of a core or a GPU, by those of the largest one."""
 
     def work(matrix: torch.Tensor) -> float:
         rows, columns = sorted((len(matrix), math.prod(matrix.shape[1:])))
@@ -296,11 +296,12 @@ def muon_seconds(matrices: Sequence[torch.Tensor]) -> float:
     if not matrices:
         return 0.0
     largest = local_of(max(matrices, key=work)).detach().flatten(1)
+    clock = time.thread_time if largest.device.type == "cpu" else time.perf_counter
     seconds = []
     for _ in range(3):  # the first one warms up
-        begin = time.perf_counter()
+        begin = clock()
         orthogonalize(largest).sum().item()  # waits for a GPU
-        seconds.append(time.perf_counter() - begin)
+        seconds.append(clock() - begin)
     return min(seconds) * sum(map(work, matrices)) / work(largest)
 
 

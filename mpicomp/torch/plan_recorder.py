@@ -91,7 +91,7 @@ class PlanRecorder:
         self._ready: list[dict[str, float]] = []  # of odd steps, in which gradients on a GPU are waited for
         self._filled: dict[str, float] = {}  # by name, when backward was done with a gradient
         self._steps, self._own_s, self._begun, self._averaged = 0, 0.0, 0.0, 0.0
-        self._start = 0.0, 0.0  # of the timed steps: seconds of the processor, and of the clock
+        self._start = 0.0, 0.0  # of the timed steps: seconds of this thread, and of the clock
         self._handles = [
             optimizer.register_step_pre_hook(self._before_update),
             optimizer.register_step_post_hook(self._after_step),
@@ -129,7 +129,7 @@ class PlanRecorder:
         self._synchronize()
         end = time.perf_counter()
         if self._steps == _UNTIMED_STEPS - 1:
-            self._start = time.process_time(), end
+            self._start = time.thread_time(), end
         if self._filled and self._steps >= _UNTIMED_STEPS:
             last = max(self._filled.values())
             if self._steps % 2:
@@ -149,10 +149,10 @@ class PlanRecorder:
     def _finish(self) -> None:
         for handle in self._handles:
             handle.remove()
-        processor_s, seconds = time.process_time() - self._start[0], time.perf_counter() - self._start[1]
+        thread_s, seconds = time.thread_time() - self._start[0], time.perf_counter() - self._start[1]
         on_host = self._device.type == "cpu"
-        # Kernels are timed at their fastest, and a rank that shares its cores waits for them in an exchange, too.
-        slowed = max(1.0, seconds / processor_s) if on_host else 1.0
+        # Kernels are timed in seconds of a core, for which a rank that shares its cores has to wait.
+        slowed = max(1.0, seconds / thread_s) if on_host else 1.0
         ready = [median(times.get(name, 0.0) for times in self._ready) for name in self._parameters]
         order = sorted(range(len(ready)), key=ready.__getitem__)
         muon_s, hidden = _muon(self._parameters)
@@ -183,6 +183,7 @@ class PlanRecorder:
         compressors: list[Compressor] = [at_ratio(wire, ratio) for wire in wires for ratio in (0.001, 0.25)]
         compressors += [*quantisers, Dense(wire="bf16"), Dense(), OneBit()]
         schemes = [bind(each, name) for each in compressors for name in collectives_for(each, group, complete=True)]
+        alone.clock = time.thread_time  # type: ignore[method-assign]
         alone.run(measure_kernels(model, schemes, True, alone, ladder=True))
         array = torch.zeros(sum(self._sizes))
         copy_s = _least_s(array.clone) / array.numel()  # DDP copies into its buckets, and out of them
@@ -200,9 +201,9 @@ class PlanRecorder:
 def _least_s(work: Callable[[], Any]) -> float:
     seconds = []
     for _ in range(3):
-        begin = time.perf_counter()
+        begin = time.thread_time()
         work()
-        seconds.append(time.perf_counter() - begin)
+        seconds.append(time.thread_time() - begin)
     return min(seconds)
 
 
