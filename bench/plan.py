@@ -14,6 +14,7 @@ from mpicomp.forecast import Forecast, Forecaster, Job, recommended
 from mpicomp.mpi.rounds import WORLD, Group, layout_groups
 
 SCHEMA = 1
+PAYLOAD = 0.95  # of the bits of a link, without headers
 COLUMNS = {
     "exchange": "", "plan": "", "step_s": ".4g", "throughput": ".0%", "host_MB": ".4g", "steps": "", "quality_s": ".4g",
 }  # fmt: skip
@@ -46,7 +47,7 @@ class Links:
         if self.measured is not None:
             return self.measured
         network = Network(self.hosts)
-        network.set_link(WORLD, max(1e-9, self.latency_s), 8 / self.bits, 0.1)
+        network.set_link(WORLD, max(1e-9, self.latency_s), 8 / (PAYLOAD * self.bits), 0.1)
         return network
 
     def __str__(self) -> str:

@@ -39,6 +39,9 @@ _MAX_LADDER_RANKS = 1024  # beyond, selections are forecast at 1 % alone
 _KERNELS = {"cpu": KernelCost(2e-4, 3e-9, 1.5e-8), "cuda": KernelCost(3e-4, 2e-11, 1e-10)}
 _DENSE_SHARE = 0.25  # of the seconds an element, of a dense exchange
 _S_PER_COPIED_BYTE = {"cpu": 0.0, "cuda": 1 / 55e9}
+# Share of backward that hides rounds: on cores that are busy the thread that exchanges waits for one. Four buckets of
+# `text-gpt` left 0.76 of the throughput and one 0.72, where 0.84 would have been all (docs/policies.md).
+_OVERLAP = {"cpu": 0.4, "cuda": 1.0}
 _MAX_SPREAD = 1.5  # of a step's seconds over the median
 _MUON_SHARE = 0.05  # of a step, where Muon's was not measured
 _ADVICE_RATIO = 1.25  # of seconds of a step, from which on another exchange is advised
@@ -152,11 +155,12 @@ class Forecaster:
     def _buckets(self, nbytes: float, first: float | None = None, itemsize: int = 4) -> Iterator[tuple[int, float]]:
         """Yield elements of each bucket, and when it is ready."""
         numel, limit = 0, nbytes if first is None else first
+        overlap = _OVERLAP[self._job.device] if self._overlap else 0.0
         last = len(self._job.sizes) - 1
         for place, (size, ready_s) in enumerate(zip(self._job.sizes, self._job.ready_s, strict=True)):
             numel += size
             if itemsize * numel >= limit or place == last:
-                yield numel, ready_s if self._overlap else 0.0
+                yield numel, overlap * ready_s
                 numel, limit = 0, nbytes
 
     def _overlapped_s(self, cost: _Cost, buckets: Iterator[tuple[int, float]]) -> float:

@@ -54,9 +54,10 @@ def run(arguments: argparse.Namespace) -> int:
     rows = study_rows.begin(_STUDY, arguments, _KEY)
     rows.measure((_ONE_RANK, ""), _one_rank, task, hosts)
     for network in networks:
-        rows.measure((str(network), _LINKS), _calibrate, network, hosts)
         for exchange in _EXCHANGES:
             rows.measure((str(network), exchange), _cell, network, hosts, task, exchange)
+    for network in networks:
+        rows.measure((str(network), _LINKS), _calibrate, network, hosts)
     alone = rows.find(_ONE_RANK, "")
     if alone is not None:
         _show(rows, networks, hosts, Job.from_json(alone["job"]))
