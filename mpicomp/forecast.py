@@ -68,7 +68,7 @@ class Job:
     hidden: float = 0.0  # share of the elements that Muon would step; 0 where the model is not like a GPT
     steps: int = 1000  # of the training
     normalises: bool = True  # whether the optimizer divides by the root of a mean square, as Adam does
-    statistics: ElementStatistics | None = None  # of the gradients; None takes those of a GPT
+    statistics: Sequence[ElementStatistics] = ()  # of the gradients of several buckets; none takes those of a GPT
     kernels: Mapping[str, KernelCost] = field(default_factory=dict)  # by `scheme_key` of a ladder, that were measured
     device: str = "cpu"  # of the gradients: cpu or cuda
     spread_s: Sequence[float] = ()  # seconds of several steps: an exchange waits for the slowest rank
@@ -80,7 +80,7 @@ class Job:
 
     def to_json(self) -> dict[str, Any]:
         """Return a JSON-able object for `from_json`."""
-        statistics = None if self.statistics is None else self.statistics.state_dict()
+        statistics = [{"numel": each.numel} | each.state_dict() for each in self.statistics]
         kernels = {key: vars(kernel).copy() for key, kernel in self.kernels.items()}
         return {"schema": SCHEMA} | vars(self) | {"statistics": statistics, "kernels": kernels}
 
@@ -90,11 +90,10 @@ class Job:
         if content["schema"] != SCHEMA:
             raise ValueError(f"its schema is {content['schema']!r}, and this mpicomp reads {SCHEMA}")
         words = {name: content[name] for name in cls.__dataclass_fields__}
-        if words["statistics"] is not None:
-            quantisers = suggested_compressors(None, words["normalises"])[1]
-            statistics = ElementStatistics(sum(words["sizes"]), len(quantisers), words["normalises"])
-            statistics.load_state_dict(words["statistics"])
-            words["statistics"] = statistics
+        quantisers, saved = suggested_compressors(None, words["normalises"])[1], words["statistics"]
+        words["statistics"] = [ElementStatistics(each["numel"], len(quantisers), words["normalises"]) for each in saved]
+        for statistics, each in zip(words["statistics"], saved, strict=True):
+            statistics.load_state_dict(each)
         words["kernels"] = {key: KernelCost(**kernel) for key, kernel in words["kernels"].items()}
         if not words["sizes"] or not words["compute_s"] > 0:
             raise ValueError("it has no timings")
@@ -285,18 +284,20 @@ class Forecaster:
 
     def penalty(self, compressor: Compressor) -> float:
         """Return the share of its steps by which a training falls behind dense exchange."""
-        statistics, ranks = self._job.statistics, self._group.size
         if isinstance(compressor, Dense):
             return 0.0
+        ranks, age = self._group.size, self._job.steps / 2
         if isinstance(compressor, Quantiser):
-            if statistics is None:
+            if not self._job.statistics:
                 return _GPT_QUANTISED.get(getattr(compressor, "bits", 1), 0.8)
-            quantisers = suggested_compressors(None, self._job.normalises)[1]
-            return statistics.quantiser_penalty(quantisers.index(compressor), ranks, self._job.steps / 2)
-        ratio = np.array([compressor.ratio])  # type: ignore[attr-defined]
-        if statistics is None:
-            return float(np.interp(np.log(ratio), np.log(_GPT_SELECTED[0]), _GPT_SELECTED[1])[0])
-        return float(statistics.selection_penalties(ratio, ranks, self._job.steps / 2)[0][0])
+            index = suggested_compressors(None, self._job.normalises)[1].index(compressor)
+            penalties = [each.quantiser_penalty(index, ranks, age) for each in self._job.statistics]
+        else:
+            ratio = np.array([compressor.ratio])  # type: ignore[attr-defined]
+            if not self._job.statistics:
+                return float(np.interp(np.log(ratio), np.log(_GPT_SELECTED[0]), _GPT_SELECTED[1])[0])
+            penalties = [float(each.selection_penalties(ratio, ranks, age)[0][0]) for each in self._job.statistics]
+        return float(np.average(penalties, weights=[max(each.importance, 1e-9) for each in self._job.statistics]))
 
 
 def _slowest_s(seconds: Sequence[float], ranks: int) -> float:

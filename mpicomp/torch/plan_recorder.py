@@ -4,7 +4,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from statistics import median
 from typing import Any
 
@@ -27,6 +27,7 @@ from mpicomp.torch.shards import is_sharded
 
 VARIABLE = "MPICOMP_PLAN"
 STEPS = 30  # after which the record is complete
+_BUCKETS = 4  # whose gradients are surveyed by themselves
 _UNTIMED_STEPS = 5  # which compile, agree and grow buffers
 _ADVICE_STEPS = 100  # after which costs are known well
 
@@ -83,10 +84,7 @@ class PlanRecorder:
         self._path, self._normalises = path, normalises
         self._parameters = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
         self._sizes = [parameter.numel() for parameter in self._parameters.values()]
-        quantisers = suggested_compressors(None, normalises)[1]
-        self._survey = ElementSurvey(self._sizes, quantisers)
-        self._statistics = ElementStatistics(sum(self._sizes), len(quantisers), normalises)
-        self._sampled = _Sampled(self._survey.positions)
+        self._buckets: list[_Sampled] = []
         self._seconds: list[float] = []  # of steps
         self._ready: list[dict[str, float]] = []  # of odd steps, in which gradients on a GPU are waited for
         self._filled: dict[str, float] = {}  # by name, when backward was done with a gradient
@@ -96,16 +94,23 @@ class PlanRecorder:
             optimizer.register_step_pre_hook(self._before_update),
             optimizer.register_step_post_hook(self._after_step),
         ]
-        first = 0
-        for (name, parameter), size in zip(self._parameters.items(), self._sizes, strict=True):
-            hook = self._hook(name, first, size)
-            self._handles.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
-            first += size
+        waiting, total = list(self._parameters), sum(self._sizes)
+        while waiting:  # the last parameters are exchanged first
+            names, numel = [], 0
+            while waiting and _BUCKETS * numel < total:
+                names.append(waiting.pop())
+                numel += self._parameters[names[-1]].numel()
+            self._buckets.append(_Sampled([self._parameters[name].numel() for name in names], normalises))
+            first = 0
+            for name in names:
+                hook, parameter = self._hook(name, self._buckets[-1], first), self._parameters[name]
+                self._handles.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
+                first += parameter.numel()
         self._device = next(iter(self._parameters.values())).device
 
-    def _hook(self, name: str, first: int, size: int) -> Callable[[torch.Tensor], None]:
-        part = slice(*np.searchsorted(self._sampled.positions, (first, first + size)))
-        places = torch.from_numpy(self._sampled.positions[part] - first)
+    def _hook(self, name: str, bucket: "_Sampled", first: int) -> Callable[[torch.Tensor], None]:
+        part = slice(*np.searchsorted(bucket.positions, (first, first + self._parameters[name].numel())))
+        places = torch.from_numpy(bucket.positions[part] - first)
 
         def on_gradient(parameter: torch.Tensor) -> None:
             if self._steps % 2:
@@ -113,7 +118,7 @@ class PlanRecorder:
             begin = self._filled[name] = time.perf_counter()
             if parameter.grad is not None and parameter.grad.layout is torch.strided:
                 sampled = parameter.grad.detach().reshape(-1)[places.to(parameter.device)]
-                self._sampled.values[part] = sampled.real.float().cpu().numpy()
+                bucket.values[part] = sampled.real.float().cpu().numpy()
             self._own_s += time.perf_counter() - begin
 
         return on_gradient
@@ -138,8 +143,8 @@ class PlanRecorder:
                 # With overlap the part of the exchange after backward
                 exchange_s = min(optimizer.reducer.last_step.seconds, self._averaged - last)
                 self._seconds.append(end - self._begun - exchange_s - self._own_s)
-            survey = self._survey.measure(self._sampled, None, self._sizes, self._steps)  # type: ignore[arg-type]
-            self._statistics.observe(survey[None])
+            for bucket in self._buckets:
+                bucket.observe(self._steps)
         self._steps += 1
         if self._steps == STEPS:
             self._finish()
@@ -163,7 +168,7 @@ class PlanRecorder:
             muon_s=slowed * muon_s,
             hidden=hidden,
             normalises=self._normalises,
-            statistics=None if self._statistics.is_zero else self._statistics,
+            statistics=[bucket.statistics for bucket in self._buckets if not bucket.statistics.is_zero],
             kernels=self._kernels(slowed) if on_host else {},
             device=self._device.type,
             spread_s=self._seconds,
@@ -208,10 +213,17 @@ def _least_s(work: Callable[[], Any]) -> float:
 
 
 class _Sampled:
-    """Some elements of a gradient, read by their positions in all of it."""
+    """Some elements of a bucket's gradients, read by their positions in all of them, and their statistics."""
 
-    def __init__(self, positions: Any) -> None:
-        self.positions, self.values = positions, np.zeros(positions.size, np.float32)
+    def __init__(self, sizes: Sequence[int], normalises: bool) -> None:
+        quantisers = suggested_compressors(None, normalises)[1]
+        self._sizes, self._survey = sizes, ElementSurvey(sizes, quantisers)
+        self.positions = self._survey.positions
+        self.values = np.zeros(self.positions.size, np.float32)
+        self.statistics = ElementStatistics(sum(sizes), len(quantisers), normalises)
 
     def __getitem__(self, positions: Any) -> Any:
         return self.values[np.searchsorted(self.positions, positions)]
+
+    def observe(self, step: int) -> None:
+        self.statistics.observe(self._survey.measure(self, None, self._sizes, step)[None])  # type: ignore[arg-type]

@@ -107,7 +107,9 @@ def test_penalties_are_those_of_the_policy():
     for step in range(12):
         gradient = scales * (1 + random.standard_normal(4096).astype(np.float32))
         statistics.observe(survey.measure(gradient, None, [4096], step)[None])
-    made = Job.from_json(json.loads(json.dumps(job(sizes=[4096], ready_s=[0.0], statistics=statistics).to_json())))
+    made = Job.from_json(
+        json.loads(json.dumps(job(sizes=[4096], ready_s=[0.0], statistics=[statistics] * 2).to_json()))
+    )
     links = Links(4, 1, 1e9, 0.0)
     forecaster = Forecaster(made, links.network, links.group)
     for index, quantiser in enumerate(quantisers):

@@ -52,7 +52,9 @@ def test_record_has_sizes_order_seconds_and_the_ranks_own_gradients(compressor, 
     assert job.ready_s[1] == 0
     assert SLEEP_S <= job.compute_s < 10 * SLEEP_S
     assert job.hidden == pytest.approx(2048 / 2304)  # the last layer is a head
-    assert job.statistics.signal > 0.9  # all batches are the same one, also where few elements were sent
+    assert (
+        min(statistics.signal for statistics in job.statistics) > 0.9
+    )  # all batches are the same one, also where few elements were sent
 
 
 @pytest.mark.parametrize("gbits", [0.001, 1000.0])
