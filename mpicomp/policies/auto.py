@@ -165,12 +165,7 @@ class Auto(MeasuredPolicy):
 
     def repeats(self) -> bool:
         is_due = self._search_is_due or (self._chooses and (self._step >= self._next_survey or not self._is_known))
-        if is_due or not self._selector.repeats():
-            return False
-        self._last_step += 1
-        self._age += 1
-        self._step += 1
-        return True
+        return not is_due and self._selector.repeats()
 
     def refresh(self, transport: Transport) -> Rounds[None] | tuple[()]:
         # Search for better plans after surveys, and at once after a change of the network

@@ -216,7 +216,7 @@ class Policy(metaclass=Configurable):
     def repeats(self) -> bool:
         """Begin a step; return whether it runs the last plans and the policy learns nothing from it, on all ranks.
 
-        Then no other method is called in this step, neither `refresh` nor `on_step_end`; otherwise all of them are.
+        Then `refresh`, `plan` and `survey` are not called in this step, and `on_step_end` gets no outcomes.
         """
         return False
 

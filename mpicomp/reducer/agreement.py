@@ -154,7 +154,7 @@ def _difference(reports: list[dict[str, Any]], subsystem: str) -> MpicompError:
 
 
 def _compare(ours: dict[str, Any], theirs: dict[str, Any], first: int, rank: int) -> str | None:
-    for key, value in ours["settings"].items():
+    for key, value in sorted(ours["settings"].items(), key=lambda item: item[0] != _LOADED):  # which explains others
         if value != theirs["settings"][key]:
             other = theirs["settings"][key]
             text = f"{key} must be the same on all ranks, got {value} on rank {first} and {other} on rank {rank}"

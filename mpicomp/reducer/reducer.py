@@ -429,6 +429,8 @@ class Reducer:
                     raise nonfinite_error(record.step, step.nonfinite, step.has_overflowed)
                 record.skipped = True
             means = step.commit(finite, record.skipped, unused)
+        if step.repeats and finite and not record.skipped:
+            self.planner.on_step_end(record.step, ())
         telemetry = self.telemetry
         is_due = telemetry.work_under_way is not None or record.step % PACE_STEPS == PACE_STEPS - 1
         if not step.frozen and (is_due or not step.repeats or telemetry.under_way):
