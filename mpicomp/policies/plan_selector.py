@@ -208,6 +208,8 @@ class PlanSelector:
             if state.plan is None or state.must_choose or not state.known:
                 return False
         self._count += 1
+        for state in self._states:
+            state.steps += 1
         return True
 
     def refresh(self, transport: Transport) -> Rounds[bool] | tuple[()]:
