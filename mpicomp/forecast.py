@@ -17,6 +17,7 @@ from mpicomp.cost.kernel_costs import KernelCost
 from mpicomp.cost.model import scheme_key
 from mpicomp.errors import ConfigurationError
 from mpicomp.mpi.rounds import Group
+from mpicomp.policies.auto import bucket_length
 from mpicomp.policies.convergence_penalty import ElementStatistics
 from mpicomp.policies.plan_selector import collectives_for
 from mpicomp.policies.plan_tradeoff import PlanTradeoff
@@ -32,7 +33,6 @@ _DTYPE = np.dtype(np.float32)
 _LATE_STEP = 1 << 30  # a step in the long run
 _DDP_FIRST_BYTES, _DDP_BYTES = 1 << 20, 25 << 20  # of PyTorch's buckets
 _MAX_BYTES = 32 << 20  # of mpicomp's
-_WAKEUP_S = 3e-3  # of a bucket, as `Auto.bucket_limit` has it
 _LIMIT = 0.3  # of the steps that `auto` may lose
 _MAX_LADDER_RANKS = 1024  # beyond, selections are forecast at 1 % alone
 # Where kernels were not measured: of a core, and of a GPU whose messages cross PCIe, by docs/gpu.md.
@@ -89,15 +89,17 @@ class Job:
         """Build one from the result of `to_json`; other content raises KeyError, TypeError or ValueError."""
         if content["schema"] != SCHEMA:
             raise ValueError(f"its schema is {content['schema']!r}, and this mpicomp reads {SCHEMA}")
-        words = {name: content[name] for name in cls.__dataclass_fields__}
-        quantisers, saved = suggested_compressors(None, words["normalises"])[1], words["statistics"]
-        words["statistics"] = [ElementStatistics(each["numel"], len(quantisers), words["normalises"]) for each in saved]
-        for statistics, each in zip(words["statistics"], saved, strict=True):
+        fields = {name: content[name] for name in cls.__dataclass_fields__}
+        quantisers, saved = suggested_compressors(None, fields["normalises"])[1], fields["statistics"]
+        fields["statistics"] = [
+            ElementStatistics(each["numel"], len(quantisers), fields["normalises"]) for each in saved
+        ]
+        for statistics, each in zip(fields["statistics"], saved, strict=True):
             statistics.load_state_dict(each)
-        words["kernels"] = {key: KernelCost(**kernel) for key, kernel in words["kernels"].items()}
-        if not words["sizes"] or not words["compute_s"] > 0:
+        fields["kernels"] = {key: KernelCost(**kernel) for key, kernel in fields["kernels"].items()}
+        if not fields["sizes"] or not fields["compute_s"] > 0:
             raise ValueError("it has no timings")
-        return cls(**words)
+        return cls(**fields)
 
 
 @dataclass(frozen=True)
@@ -192,11 +194,8 @@ class Forecaster:
         )  # fmt: skip
 
     def _typical(self, compressor: Compressor) -> KernelCost:
-        fixed, per_element, per_kept = vars(_KERNELS[self._job.device]).values()
-        is_dense = compressor == Dense()
-        return KernelCost(
-            fixed, per_element * (_DENSE_SHARE if is_dense else 1), per_kept * compressor.selects_by_ratio
-        )
+        cost, share = _KERNELS[self._job.device], _DENSE_SHARE if compressor == Dense() else 1.0
+        return KernelCost(cost.fixed, share * cost.per_element, cost.per_kept * compressor.selects_by_ratio)
 
     def _between(self, row: Any) -> float:
         """Return the bytes between hosts among coefficients; those inside a host come second in each pair."""
@@ -246,7 +245,7 @@ class Forecaster:
     def _auto(self) -> Forecast:
         """Forecast the plan that `auto` likely runs, one for all buckets, by its own tradeoff."""
         levels = list(self._levels())
-        nbytes = self._auto_bytes()
+        nbytes = min(_MAX_BYTES, bucket_length(self._network, self._group.size, 4 * self._job.numel))
         costs = [self._best(compressor, nbytes) for compressor in levels]
         seconds = np.array([self._overlapped_s(cost, self._buckets(nbytes)) for cost in costs])
         compute_s = self._job.compute_s
@@ -264,12 +263,6 @@ class Forecaster:
             yield from (at_ratio(wire, ratio) for ratio in ladder(0.001, 0.25, 2.0))
         yield from quantisers
         yield from (Dense(wire="bf16"), Dense())
-
-    def _auto_bytes(self) -> float:
-        network, ranks, nbytes = self._network, self._group.size, 4 * self._job.numel
-        total_s = ring(ranks, nbytes / 8).seconds(0.0, network.seconds_per_byte)
-        bucket_s = _WAKEUP_S + ring(ranks, 0).seconds(network.latency, 0.0)
-        return min(_MAX_BYTES, math.ceil(nbytes / max(1, round(math.sqrt(total_s / bucket_s)))))
 
     def muon(self, every: int) -> Forecast:
         """Forecast LocalMuon: changes in one bit, after the step of every ``every``-th one."""

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from mpicomp.collectives import bind
 from mpicomp.compressors import Compressor, Dense
-from mpicomp.cost import CostModel
+from mpicomp.cost import CostModel, Network
 from mpicomp.cost.formulas import ring
 from mpicomp.errors import ConfigurationError, IncompatiblePairError
 from mpicomp.mpi.rounds import Group, Rounds
@@ -128,19 +128,8 @@ class Auto(MeasuredPolicy):
         return self._surveys[bucket] if is_due else None
 
     def bucket_limit(self, nbytes: int, transport: Transport) -> Rounds[int | None]:
-        """Return the length at which the time that is left after backward is least.
-
-        Of k buckets, backward hides all but the last one's share 1/k of the time on the links, and each adds a constant
-        time: ``T / k + k t`` is least for ``k = sqrt(T / t)``. T is that of four bits an element, which is about that
-        of any plan that leaves time to hide.
-        """
         cost = yield from self._selector.share_cost(transport)
-        if cost is None:
-            return None
-        latency, rate, ranks = cost.network.latency, cost.network.seconds_per_byte, transport.group.size
-        total_s = ring(ranks, nbytes / _DENSE_BYTES_RATIO).seconds(0.0, rate)
-        bucket_s = _WAKEUP_S + ring(ranks, 0).seconds(latency, 0.0)
-        return math.ceil(nbytes / max(1, round(math.sqrt(total_s / bucket_s))))
+        return None if cost is None else bucket_length(cost.network, transport.group.size, nbytes)
 
     def start(self, shapes: Sequence[Shape], transport: Transport) -> Rounds[None]:
         self._restored |= self._statistics_by_name()
@@ -345,3 +334,15 @@ class Auto(MeasuredPolicy):
         separate, joint = of_levels[:, table.levels]
         penalties: NDArray[np.float64] = np.where(self._sends_jointly[bucket], joint, separate)
         return penalties
+
+
+def bucket_length(network: Network, ranks: int, nbytes: int) -> int:
+    """Return the bytes of a bucket with which the time that is left after backward is least.
+
+    Of k buckets, backward hides all but the last one's share 1/k of the time on the links, and each adds a constant
+    time: ``T / k + k t`` is least for ``k = sqrt(T / t)``. T is that of four bits an element, which is about that of
+    any plan that leaves time to hide.
+    """
+    total_s = ring(ranks, nbytes / _DENSE_BYTES_RATIO).seconds(0.0, network.seconds_per_byte)
+    bucket_s = _WAKEUP_S + ring(ranks, 0).seconds(network.latency, 0.0)
+    return math.ceil(nbytes / max(1, round(math.sqrt(total_s / bucket_s))))

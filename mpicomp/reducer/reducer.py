@@ -385,6 +385,7 @@ class Reducer:
         begin, waited_s = transport.timer(), 0.0
         if self.plans and not step.frozen and self.planner.repeats():
             step.plans, step.surveys, step.repeats = self.plans, [None] * len(self.plans), True
+            step.record.choosing_s += transport.timer() - begin
             return
         exchange = () if step.frozen else self.planner.refresh(transport)
         if exchange:
@@ -465,8 +466,7 @@ class Reducer:
     def _report(self, step: Step, finite: bool) -> Rounds[None]:
         transport, telemetry, planner, record = self.transport, self.telemetry, self.planner, step.record
         begin, first = transport.timer(), len(step.log)
-        if telemetry.work_under_way is not None or record.step % PACE_STEPS == PACE_STEPS - 1:
-            yield from telemetry.share_work(record.step)
+        yield from telemetry.share_work(record.step)
         outcomes = [BucketOutcome(done.result.energy, done.result.gain, done.result.kept) for done in step.done]
         if finite and not record.skipped and not step.repeats:
             planner.on_step_end(record.step, outcomes)
