@@ -25,6 +25,7 @@ def places(tmp_path, monkeypatch):
     _forget()
     yield tmp_path
     _forget()
+    sys.modules.pop("doubling", None)
 
 
 def _forget():
@@ -38,7 +39,7 @@ def run(folder, number=21):
     path = folder / "doubling.py"
     path.write_text("def twice(number):\n    return number + number\n")
     spec = importlib.util.spec_from_file_location("doubling", path)
-    module = importlib.util.module_from_spec(spec)
+    sys.modules["doubling"] = module = importlib.util.module_from_spec(spec)  # Numba imports it when it loads code
     spec.loader.exec_module(module)
     function = cache.cached(numba.njit(module.twice))
     assert function(number) == 2 * number
