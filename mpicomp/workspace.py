@@ -111,15 +111,15 @@ class Workspace:
         """Return the workspace of an exchange inside the bucket's, which has scratch of its own."""
         return self.made((Workspace, name), lambda: Workspace(self.device, self._scratch.inner(name)))
 
-    def array(self, name: str, size: int, dtype: DTypeLike, cleared: bool = False) -> NDArray[Any]:
+    def array(self, name: str, size: int, dtype: DTypeLike) -> NDArray[Any]:
         """Return ``size`` uninitialised elements on the workspace's device, valid until the next exchange.
 
-        Arrays that are not needed after the exchange come from `scratch`. With ``cleared`` new memory is zero.
+        Arrays that are not needed after the exchange come from `scratch`.
         """
         key = name, dtype, True
         array: NDArray[Any] | None = self._arrays.get(key)
         if array is None or array.size < size:
-            array = self._arrays[key] = (self.device.zeros if cleared else self.device.empty)(size, dtype)
+            array = self._arrays[key] = self.device.empty(size, dtype)
         return array if array.size == size else array[:size]
 
     def host_array(self, name: str, size: int, dtype: DTypeLike) -> NDArray[Any]:

@@ -32,7 +32,7 @@ from mpicomp.kernels.gpu.codes import (
 )  # fmt: skip
 from mpicomp.kernels.gpu.compile import compile_ahead
 from mpicomp.kernels.gpu.indices import ascending_below, decode_indices, decode_indices_of, encode_indices
-from mpicomp.kernels.gpu.message import sparse_add, write_header, write_pairs, write_tail
+from mpicomp.kernels.gpu.message import sparse_add, sparse_add_and_subtract, write_header, write_tail
 from mpicomp.kernels.gpu.scatter import (
     Pieces,
     clear_at,
@@ -43,6 +43,8 @@ from mpicomp.kernels.gpu.scatter import (
     table_of,
 )  # fmt: skip
 from mpicomp.kernels.gpu.select import (
+    Message,
+    Output,
     kth_magnitude,
     magnitude_bits,
     magnitude_of,

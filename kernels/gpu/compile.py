@@ -16,7 +16,7 @@ LIMIT = 2112  # blocks of a sweep: 16 for each of an H200's multiprocessors, and
 Parameters = ParamSpec("Parameters")
 
 _COMPILED_AT_ONCE = 8  # sources
-_HEADERS = {"pieces": "pieces", "signs": "pieces", "indices": "indices", "message": "indices"}  # by source
+_HEADERS = {"pieces": "pieces", "signs": "pieces"} | dict.fromkeys(("indices", "message", "select"), "message")
 _REAL = {np.dtype(np.float32): "float", np.dtype(np.float64): "double"}
 
 

@@ -8,11 +8,13 @@ KERNEL ascending(const u32* indices, i64 count, i64 numel, Verdict* verdict) {
   gather_faults(wrong, verdict);
 }
 
-// The code is written before the indices are known to be right. Where they are wrong, the block that ends last clears
-// it.
+// The words of the code are zero before. Indices are not known to be right: where they are not, the block that ends last
+// clears the code.
 KERNEL encode(
     const u32* indices, i64 count, i64 numel, i64 bits, i64 low, i64 upper, u64* code, Verdict* verdict) {
-  for (const i64 w : grid_stride(low + upper)) code[w] = word_of_code(indices, count, {bits, low, upper}, w);
+  for (const i64 j : grid_stride(count)) {
+    if ((i64)indices[j] < numel) add_to_code(code, {bits, low, upper}, (u64)j, indices[j]);
+  }
   bool wrong = out_of_order(indices, count, numel);
   if (!gather_faults(wrong, verdict)) return;
   for (i64 w = threadIdx.x; wrong && w < low + upper; w += THREADS) code[w] = 0;

@@ -23,9 +23,10 @@ def encode_indices(indices, numel, out):
     code = out.view(np.uint64)
     if code.size != low + upper:
         raise ValueError(f"encode_indices: the code has {8 * (low + upper)} bytes, out has {8 * code.size}")
+    code.fill(0)
     verdict = reuse(Verdict)
     launch(
-        "indices", "encode", np.float32, strides(max(code.size, indices.size)),
+        "indices", "encode", np.float32, strides(indices.size),
         indices, indices.size, numel, bits, low, upper, code, verdict.memory,
     )  # fmt: skip
     return verdict.good()

@@ -1,14 +1,5 @@
 // Messages: the header before a payload, the numbers after an array, and the sum of several selections.
 
-constexpr u64 NONFINITE = 1ull << 8;
-
-// `left` is the energy that was not selected, which rounding may have made negative. NaN stays.
-DEVICE void set_header(u64* words, i64 lead, i64 finite, double energy, double left, double rounding) {
-  words[0] = (u64)lead | (finite ? 0 : NONFINITE);
-  words[1] = as_word(energy);
-  words[2] = as_word((left < 0 ? 0.0 : left) + rounding);
-}
-
 // With `partials`, `kept` is the squared norm of `values`, and the block that ends last writes.
 KERNEL write_header(
     u64* words, i64 lead, const u8* finite, i64 finite_value, const double* energy, double energy_value, i64 partly,
@@ -26,42 +17,6 @@ KERNEL write_header(
   set_header(
       words, lead, scalar_arg(finite, finite_value), all, partly ? all - selected[0] : 0,
       scalar_arg(rounding, rounding_value));
-}
-
-// A message of plain values, and of indices or their code: at least `least` indices are coded, if that takes at most
-// `most` bytes each. The block that ends last has the squared norm of the values, for the header, and clears the code
-// where indices do not ascend below `numel`.
-KERNEL write_pairs(
-    u64* words, i64 lead, const u8* finite, i64 finite_value, const double* energy, double energy_value,
-    const Word* values, const u32* indices, const i64* number, i64 number_value, i64 numel, i64 least, i64 most,
-    Partials* partials) {
-  const i64 count = scalar_arg(number, number_value);
-  const CodeShape shape = code_shape(count, numel);
-  const i64 code_words = shape.low + shape.upper;
-  const bool coded = count >= least && 8 * code_words <= most * count;
-  Word* out_values = reinterpret_cast<Word*>(words + 3);
-  u64* code = words + 3 + (count * (i64)sizeof(Word) + 7) / 8;
-  u32* out_indices = reinterpret_cast<u32*>(code);
-  for (const i64 i : grid_stride(count)) {
-    out_values[i] = values[i];
-    if (!coded) out_indices[i] = indices[i];
-  }
-  bool wrong = false;
-  if (coded) {
-    for (const i64 w : grid_stride(code_words)) code[w] = word_of_code(indices, count, shape, w);
-    wrong = out_of_order(indices, count, numel);
-  }
-  if (blockIdx.x == 0 && threadIdx.x == 0 && count % 2) {
-    if (sizeof(Word) == 4) out_values[count] = 0;
-    if (!coded) out_indices[count] = 0;
-  }
-  double sums[2] = {sum_squares(values, count), (double)wrong};
-  if (!finish_sums(sums, partials)) return;
-  for (i64 w = threadIdx.x; sums[1] && w < code_words; w += THREADS) code[w] = 0;
-  if (threadIdx.x != 0) return;
-  const double all = scalar_arg(energy, energy_value);
-  set_header(
-      words, lead + ((i64)coded << 24) + (i64)((u64)count << 32), scalar_arg(finite, finite_value), all, all - sums[0], 0);
 }
 
 KERNEL write_tail(
@@ -137,10 +92,11 @@ DEVICE void add(const Selections& lists, i64 number, Real by, Real* out, i64 siz
 }
 
 #define SPARSE_ADD(NAME, STORED)                                                                                       \
-  KERNEL NAME(                                                                                                         \
+  KERNEL_OF(6) NAME(                                                                                                   \
       const u8* messages, const u8* indices, i64 number, i64 values_at, i64 values_step, i64 indices_at,               \
       i64 indices_step, i64 count, const i64* table, const double* factor, double factor_value, Real* out, i64 size,   \
-      Verdict* verdict) {                                                                                              \
+      Verdict* verdict, const u32* sent, const Real* sent_values, i64 sent_count, Real* left) {                        \
+    for (const i64 j : grid_stride(sent_count)) left[sent[j]] -= sent_values[j];                                       \
     const Selections lists{messages, indices, values_at, values_step, indices_at, indices_step, count, table};         \
     add<STORED>(lists, number, (Real)scalar_arg(factor, factor_value), out, size, verdict);                            \
   }

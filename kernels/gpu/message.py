@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from mpicomp.kernels import cpu
 from mpicomp.kernels.cpu.message import HALVES, check_stored
-from mpicomp.kernels.gpu.compile import launch, scalar_arg, strides, sweeps, twin_of
+from mpicomp.kernels.gpu.compile import launch, scalar_arg, sweeps, twin_of
 from mpicomp.kernels.gpu.workspace import Partials, Verdict, reuse, table_of_rows
 
 
@@ -26,24 +26,6 @@ def write_header(message, lead, finite, energy, kept, rounding):
     )  # fmt: skip
 
 
-def write_pairs(
-    message: Any, lead: int, finite: Any, energy: Any, values: Any, indices: Any, count: Any, numel: int,
-    least: int, most: int,
-) -> None:  # fmt: skip
-    """Write a message of plain values, and of indices or their code, in one launch: all of it, with zero padding.
-
-    The header is that of `write_header` with ``values`` as ``kept``; ``lead`` is that of plain indices and no elements.
-    ``count`` may be a 0-d device array: then ``values`` and ``indices`` have room for more. At least ``least`` indices
-    are coded, if that takes at most ``most`` bytes each.
-    """
-    blocks, dtype = strides(values.size), values.dtype  # more than a sum needs: a thread copies few elements
-    launch(
-        "message", "write_pairs", dtype, blocks,
-        message, _signed(lead), *scalar_arg(finite, np.bool_), *scalar_arg(energy, np.float64),
-        values, indices, *scalar_arg(count, np.int64), numel, least, most, reuse(Partials, blocks, 2).memory,
-    )  # fmt: skip
-
-
 @twin_of(cpu.write_tail)
 def write_tail(out, finite, stale, energy, lost):
     flags = *scalar_arg(finite, np.bool_), *scalar_arg(stale, np.bool_)
@@ -55,6 +37,14 @@ def write_tail(out, finite, stale, energy, lost):
 # others by a table that goes to the device.
 @twin_of(cpu.sparse_add)
 def sparse_add(messages, values_at, indices, indices_at, counts, stored, factor, out):
+    return sparse_add_and_subtract(messages, values_at, indices, indices_at, counts, stored, factor, out, None, None)
+
+
+def sparse_add_and_subtract(
+    messages: Any, values_at: Sequence[int], indices: Any, indices_at: Sequence[int], counts: Sequence[int],
+    stored: str, factor: Any, out: Any, sent: Any, left: Any,
+) -> Any:  # fmt: skip
+    """Do `sparse_add`, and subtract the values of a selection, if there is one, from another array at its indices."""
     check_stored("sparse_add", stored, out.dtype)
     if not len(values_at) == len(indices_at) == len(counts):
         raise ValueError(
@@ -66,10 +56,11 @@ def sparse_add(messages, values_at, indices, indices_at, counts, stored, factor,
         table = table_of_rows(np.array([values_at, indices_at, counts]).T)
         values = places = lengths = 0, 0
     verdict = reuse(Verdict)
+    subtracted = (0, 0, 0, 0) if sent is None else (sent.indices, sent.values, sent.indices.size, left)
     launch(
         "message", f"sparse_add_{stored}" if stored in HALVES else "sparse_add", out.dtype, sweeps(out.size, out.dtype),
         messages, indices, len(counts), *values, *places, lengths[0], table, *scalar_arg(factor, np.float64),
-        out, out.size, verdict.memory,
+        out, out.size, verdict.memory, *subtracted,
     )  # fmt: skip
     return verdict.good()
 

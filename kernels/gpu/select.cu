@@ -108,18 +108,30 @@ KERNEL count_tiles(
   }
 }
 
+// Where selected elements go. In a message, whose words were zero, the values lie, and the indices or their code.
 struct Output {
   const Word* array;
   u32 base;
   u64 room;
   u32* indices;
   Word* values;
+  u64* code;  // null without a message
+  bool coded;
+  CodeShape shape;
+  double kept;  // squared norm of the elements that this thread writes to a message
 
-  DEVICE void write(u64 place, i64 i) const {
+  DEVICE void write(u64 place, i64 i) {
     if (place >= room) return;
     const Word word = array[i];
     indices[place] = base + (u32)i;
     values[place] = word;
+    if (!code) return;
+    const double value = (double)as_real(word);
+    kept += value * value;
+    if (coded)
+      add_to_code(code, shape, place, (u64)i);
+    else
+      reinterpret_cast<u32*>(code)[place] = (u32)i;
   }
 };
 
@@ -141,24 +153,13 @@ DEVICE void set_bound(const u64* bound, u64* following, State* state, u64 listab
   *following = as_word((Real)((1 - gap) * (double)as_real((Word)state->threshold))) & MASK;
 }
 
-// Writes the elements that count_tiles counted, each to its place.
-KERNEL write_tiles(
-    const Word* array, i64 size, const u32* index, const Word* bits, const u64* starts, const u32* counts, i64 tiles,
-    const u64* of_tiles, const u64* before, State* state, i64 base, i64 room, u32* indices, Word* values,
-    const u64* bound, u64* following, i64 listable, double margin, i64* count) {
+// Writes the elements of this warp's tile that count_tiles counted, each to its place.
+DEVICE void write_tile(
+    const Word* array, i64 size, const u32* index, const Word* bits, const u64* starts, const u32* counts,
+    const u64* of_tiles, const u64* before, const State* state, i64 number, Output& output) {
   const u64 offset = state->offset;
-  const bool usable = state->usable != 0;
-  if (blockIdx.x == 0 && threadIdx.x == 0) {
-    if (bound) set_bound(bound, following, state, (u64)listable, margin);
-    if (count) *count = (i64)smaller(state->end, (u64)room);
-    state->listed = state->candidates;
-    state->candidates = 0;
-  }
-  const i64 number = (i64)blockIdx.x * WARPS + warp_of_thread();
-  if (number >= tiles || of_tiles[number] == 0) return;
-  const Output output{array, (u32)base, (u64)room, indices, values};
   Selection selection(state, elements_before(number, of_tiles, before));
-  if (usable) {
+  if (state->usable) {
     const u64 start = starts[number];
     for (u32 strip = 0; strip < counts[number]; strip += 32) {
       const u64 j = strip + lane_of_thread();
@@ -204,4 +205,35 @@ KERNEL write_tiles(
       equal += all & 0xffff;
     }
   }
+}
+
+// At least `least` indices are coded in a message, if that takes at most `most` bytes each. Its header is written by the
+// block that ends last, with the moments of the array and the sum of `sums`.
+KERNEL write_tiles(
+    const Word* array, i64 size, const u32* index, const Word* bits, const u64* starts, const u32* counts, i64 tiles,
+    const u64* of_tiles, const u64* before, State* state, i64 base, i64 room, u32* indices, Word* values, i64* count,
+    const u64* bound, u64* following, i64 listable, double margin, u64* message, i64 lead, i64 least, i64 most,
+    const Partials* moments, Partials* sums) {
+  const i64 selected = (i64)smaller(state->end, (u64)room);
+  Output output{array, (u32)base, (u64)room, indices, values};
+  if (message) {
+    output.code = message + HEADER_WORDS + (selected * (i64)sizeof(Word) + 7) / 8;
+    output.shape = code_shape(selected, size);
+    output.coded = selected >= least && 8 * (output.shape.low + output.shape.upper) <= most * selected;
+  }
+  if (blockIdx.x == 0 && threadIdx.x == 0) {
+    if (bound) set_bound(bound, following, state, (u64)listable, margin);
+    if (count) *count = selected;
+    state->listed = state->candidates;
+    state->candidates = 0;
+  }
+  const i64 number = (i64)blockIdx.x * WARPS + warp_of_thread();
+  if (number < tiles && of_tiles[number] != 0)
+    write_tile(array, size, index, bits, starts, counts, of_tiles, before, state, number, output);
+  if (!message) return;
+  double sum[1] = {output.kept};
+  if (!finish_sums(sum, sums) || threadIdx.x != 0) return;
+  const double energy = moments->totals()[2];
+  const u64 words = (u64)output.coded << 24 | (u64)selected << 32;
+  set_header(message, lead + (i64)words, moments->finite, energy, energy - sum[0], 0);
 }

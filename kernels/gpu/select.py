@@ -65,12 +65,22 @@ class Target(NamedTuple):
     room: tuple[Any, int]
 
 
+class Message(NamedTuple):
+    """A message that a launch fills with a selection: its format is that of `mpicomp.compressors.wire`."""
+
+    memory: Any = 0  # all zeros
+    lead: int = 0  # the first word of a message of plain indices and no elements
+    least: int = 0  # indices that are coded
+    most: int = 0  # bytes of a coded index
+
+
 class Output(NamedTuple):
-    """Arrays that receive a selection; the last may be 0."""
+    """Arrays that receive a selection; a count of 0 is not wanted. Values lie in the message, if there is one."""
 
     indices: Any
     values: Any
     count: Any = 0
+    message: Message = Message()
 
 
 def tiles_of(size: int, dtype: Any) -> Tiles:
@@ -150,13 +160,17 @@ def count_tiles(
 
 
 def write_tiles(
-    array: Any, tiled: Tiles, listing: Listing, output: Output, base: int = 0, bound: Any = 0, following: Any = 0
-) -> None:
-    """Launch the kernel of that name, with a warp for every tile; with a bound, ``following`` receives the next one."""
+    array: Any, tiled: Tiles, listing: Listing, output: Output, base: int = 0,
+    bound: tuple[Any, Any] = (0, 0), sums: tuple[Any, Any] = (0, 0),
+) -> None:  # fmt: skip
+    """Launch the kernel of that name, with a warp for every tile.
+
+    ``bound`` has this step's and where the next one goes, ``sums`` the moments of the array and memory for a message's.
+    """
     launch(
         "select", "write_tiles", array.dtype, -(-tiled.number // WARPS),
-        array, tiled.size, *listing[:4], *tiled[1:], base, output.indices.size, *output[:2],
-        bound, following, listing.room, _MARGIN, output.count,
+        array, tiled.size, *listing[:4], *tiled[1:], base, output.indices.size, *output[:3],
+        *bound, listing.room, _MARGIN, *output.message, *sums,
     )  # fmt: skip
 
 

@@ -53,15 +53,15 @@ def sidco(
     distribution: str,
     stages: int,
     bound: Any,
-    selection: tuple[Any, Any, Any],
+    output: Output,
     workspace: Workspace,
     following: Any,
 ) -> Estimate:
     """Write gradient plus residual to ``out`` and select its elements above an estimated threshold.
 
     The rule is that of `mpicomp.SIDCo` with a fixed number of stages, at least 1; ``k`` elements are wanted.
-    Distributions are "exponential" and "pareto". ``bound`` and ``following`` are those of `topk`; ``selection``
-    receives indices, values and their number, as int64, with room for ``4 k + 1024`` elements, or for all.
+    Distributions are "exponential" and "pareto". ``bound`` and ``following`` are those of `topk`; ``output`` receives
+    the elements and their number, as int64, with room for ``4 k + 1024`` elements, or for all.
 
     There are ``stages + 13`` launches for float32 and three more for float64, of 2048 elements and more. The device
     decides which of them do anything; the others end at once. Usually one sweep goes through memory, and a few sample 2
@@ -69,8 +69,7 @@ def sidco(
     four or seven more do. Results are valid until the next call with this workspace.
     """
     workspace.begin(gradient, out)
-    indices, values, count = selection
-    w, dtype = workspace, workspace.dtype
+    w, dtype, state, room = workspace, workspace.dtype, workspace.tiled.state, output.indices.size
     most = LIMIT * k + SLACK
     if distribution not in DISTRIBUTIONS:
         raise ValueError(f"sidco: distribution must be one of {', '.join(DISTRIBUTIONS)}, got {distribution!r}")
@@ -78,31 +77,31 @@ def sidco(
         raise ValueError(f"sidco: stages must be at least 1, got {stages}")
     if not 1 <= k <= w.numel:
         raise ValueError(f"sidco: k must be from 1 to {w.numel}, got {k}")
-    if indices.size < min(w.numel, most):
-        raise ValueError(f"sidco: there must be room for {min(w.numel, most)} elements, got {indices.size}")
+    if room < min(w.numel, most):
+        raise ValueError(f"sidco: there must be room for {min(w.numel, most)} elements, got {room}")
     kind, estimating = DISTRIBUTIONS.index(distribution), w.numel >= SMALL
     stride = max(1, w.numel // SAMPLE)
     sampled = remaining(w.numel, stride)
     blocks = min(BLOCKS, sweeps(sampled, dtype))
-    accumulate_sweep(gradient, residual, out, w.moments, w.listing, (bound, 0), w.state)
-    launch("sidco", "begin", dtype, 1, w.moments.memory, k, stages, kind, int(estimating), w.fit, w.state)
+    accumulate_sweep(gradient, residual, out, w.moments, w.listing, (bound, 0), state)
+    launch("sidco", "begin", dtype, 1, w.moments.memory, k, stages, kind, int(estimating), w.fit, state)
     wanted = k * sampled_of(w.numel, stride) / w.numel
     for _ in range(stages - 1 + CORRECTIONS if estimating else 0):
         launch(
             "sidco", "refine", dtype, blocks,
-            out, out.size, sampled, stride, wanted, kind, w.sampled.memory, w.fit, w.state,
+            out, out.size, sampled, stride, wanted, kind, w.sampled.memory, w.fit, state,
         )  # fmt: skip
     estimated = Target((w.estimated, 0), Rule.ABOVE, (0, most))
     count_tiles(
         out, w.tiled, w.listing, Source.LIST_IF_COMPLETE, estimated, (bound, 0), condition=Condition.UNLESS_EXACT
     )
     rank = w.rank, 0
-    radix(out, w.listing.bits, w.room, bound, rank, w.counters, w.state, Condition.IF_EXACT)
+    radix(out, w.listing.bits, w.room, bound, rank, w.counters, state, Condition.IF_EXACT)
     largest = Target((w.threshold, 0), Rule.FILL, rank)
     count_tiles(out, w.tiled, w.listing, Source.LIST_IF_USABLE, largest, condition=Condition.IF_EXACT)
-    write_tiles(out, w.tiled, w.listing, Output(indices, values, count=count), bound=bound, following=following)
-    threshold, reached, exact = w.fit[Fit.THRESHOLD], w.fit[Fit.REACHED], w.state[Field.EXACT]
-    return Estimate(w.nonzero, w.total, w.energy, w.finite, threshold, reached, exact, w.listed, w.usable)
+    write_tiles(out, w.tiled, w.listing, output, bound=(bound, following), sums=w.sums)
+    threshold, reached, exact = w.fit[Fit.THRESHOLD], w.fit[Fit.REACHED], state[Field.EXACT]
+    return Estimate(*w.found, threshold, reached, exact, w.listed, w.usable)
 
 
 def sampled_of(numel: int, stride: int) -> int:

@@ -5,7 +5,7 @@ constexpr int SIGN_PLACE = 8 * (int)sizeof(Word) - 1;
 // A block of threads goes through a block of elements twice: for sums with the residual and their mean, and for signs.
 // The sums lie in `left` in between, where a thread reads its writes only. Columns of sums: nonzero elements,
 // sum of magnitudes, energy, and the energy that the message lacks.
-KERNEL pack_signs(
+KERNEL_OF(3) pack_signs(
     const Word* array, const Piece* pieces, i64 number, double factor, const Word* residual, i64 size, i64 block,
     float* scales, i64 blocks, u32* halves, Word* sent, Word* left, Partials* partials) {
   const Real by = (Real)factor;

@@ -17,7 +17,7 @@ _AT_ONCE = 8  # thresholds of a launch
 def accumulate(gradient, residual, out, threads=1, factor=1.0):
     partials = reuse(Partials, sweeps(out.size, out.dtype), COLUMNS, True)
     accumulate_sweep(gradient, residual, out, partials, Listing(), factor=factor)
-    return _moments(partials)
+    return partials.found()
 
 
 def accumulate_sweep(
@@ -30,10 +30,6 @@ def accumulate_sweep(
         gradient, 0 if residual is None else residual, factor, out, out.size, *bound,
         listing.index, listing.bits, listing.room, listing.starts, listing.counts, state, partials.memory,
     )  # fmt: skip
-
-
-def _moments(partials: Partials) -> Any:
-    return cpu.Moments(partials.count(), partials.total(1), partials.total(2), partials.finite())
 
 
 @twin_of(cpu.scale)

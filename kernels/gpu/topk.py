@@ -25,14 +25,7 @@ class Stats(NamedTuple):
 
 
 def topk(
-    gradient: Any,
-    residual: Any,
-    out: Any,
-    bound: Any,
-    indices: Any,
-    values: Any,
-    workspace: Workspace,
-    following: Any,
+    gradient: Any, residual: Any, out: Any, bound: Any, output: Output, workspace: Workspace, following: Any
 ) -> Stats:
     """Write gradient plus residual to ``out`` and select its k largest elements.
 
@@ -41,17 +34,16 @@ def topk(
 
     ``bound``, one uint64, has the magnitude bits from which on an element is a candidate, 0 for none. ``following``,
     which may be ``bound``, receives the bound for the next step: 0.8 times the threshold at first, and then such a part
-    of it that between k and 2 k elements reach it. ``indices`` and ``values`` receive the k elements, ascending by
-    index; equal magnitudes go to the lowest index, and NaN is larger than infinity. Results are valid until the next
-    call with this workspace.
+    of it that between k and 2 k elements reach it. ``output`` receives the k elements, ascending by index, and may be a
+    whole message; equal magnitudes go to the lowest index, and NaN is larger than infinity. Results are valid until the
+    next call with this workspace.
     """
     workspace.begin(gradient, out)
-    w = workspace
-    if not 1 <= indices.size <= w.numel:
-        raise ValueError(f"topk: k must be from 1 to {w.numel}, got {indices.size}")
-    k = 0, indices.size
-    accumulate_sweep(gradient, residual, out, w.moments, w.listing, (bound, 0), w.state)
-    radix(out, w.listing.bits, w.room, bound, k, w.counters, w.state)
+    w, k = workspace, (0, output.indices.size)
+    if not 1 <= k[1] <= w.numel:
+        raise ValueError(f"topk: k must be from 1 to {w.numel}, got {k[1]}")
+    accumulate_sweep(gradient, residual, out, w.moments, w.listing, (bound, 0), w.tiled.state)
+    radix(out, w.listing.bits, w.room, bound, k, w.counters, w.tiled.state)
     count_tiles(out, w.tiled, w.listing, Source.LIST_IF_USABLE, Target((w.threshold, 0), Rule.FILL, k))
-    write_tiles(out, w.tiled, w.listing, Output(indices, values), bound=bound, following=following)
-    return Stats(w.nonzero, w.total, w.energy, w.finite, w.threshold[0], w.listed, w.usable)
+    write_tiles(out, w.tiled, w.listing, output, bound=(bound, following), sums=w.sums)
+    return Stats(*w.found, w.threshold[0], w.listed, w.usable)

@@ -11,7 +11,8 @@ from enum import IntEnum
 from typing import Any, TypeVar
 
 import numpy as np
-from mpicomp.kernels.gpu.compile import library, sweeps, word_of
+from mpicomp.kernels.cpu import Moments
+from mpicomp.kernels.gpu.compile import WARPS, library, sweeps, word_of
 from mpicomp.kernels.gpu.select import BINS, Field, Listing, tiles_of
 
 COLUMNS = 3  # sums of the sweep of error feedback, the first of them an integer
@@ -98,6 +99,10 @@ class Partials(Reused):
         """Return whether all elements are finite numbers, as a 0-d array."""
         return self.number(Word.FINITE, np.bool_)
 
+    def found(self) -> Moments:
+        """Return the numbers of a sweep of error feedback."""
+        return Moments(self.count(), self.total(1), self.total(2), self.finite())
+
 
 class Verdict(Reused):
     """Result of a launch that checks its input."""
@@ -147,25 +152,25 @@ class Workspace:
         self.numel = numel
         self.room = min(max(0, room), numel)
         self.dtype = np.dtype(dtype)
-        self.blocks = sweeps(numel, self.dtype)
+        blocks = sweeps(numel, self.dtype)
         self.tiled = tiles_of(numel, self.dtype)
-        self.state, number = self.tiled.state, self.tiled.number
+        state, number = self.tiled.state, self.tiled.number
         self.listing = Listing(
             cupy.empty(self.room, np.uint32), cupy.empty(self.room, word_of(self.dtype)),
             cupy.empty(number, np.uint64), cupy.empty(number, np.uint32), self.room,
         )  # fmt: skip
         self.counters = cupy.zeros(BINS, np.uint64)
-        self.numbers = self.state.view(np.int64)
-        self.moments = Partials(self.blocks, COLUMNS, top=True)
-        self.sampled = Partials(self.blocks, 3)  # of sweeps over some groups, which have as many blocks at most
+        self.numbers = state.view(np.int64)
+        self.moments = Partials(blocks, COLUMNS, top=True)
+        self.sampled = Partials(blocks, 3)  # of sweeps over some groups, which have as many blocks at most
+        self.sums = self.moments.memory, Partials(-(-number // WARPS), 1).memory  # the latter of the selected elements
         self.fit = cupy.zeros(len(Fit), np.float64)
         # Parts of these, cut out once: to cut costs the host as much as a third of a launch.
-        self.fresh = self.state[: Field.TICKET + 1]
-        self.threshold = self.state[Field.THRESHOLD :]
+        self.fresh = state[: Field.TICKET + 1]
+        self.threshold = state[Field.THRESHOLD :]
         self.rank = self.numbers[Field.K :]
         self.estimated = self.fit.view(np.uint64)[Fit.BITS :]
-        self.nonzero, self.total, self.energy = self.moments.count(), self.moments.total(1), self.moments.total(2)
-        self.finite = self.moments.finite()
+        self.found = self.moments.found()
         self.listed, self.usable = self.numbers[Field.LISTED], self.numbers[Field.USABLE]
 
     def begin(self, gradient: Any, out: Any) -> None:

@@ -4,7 +4,6 @@ import math
 import struct
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import accumulate, groupby, pairwise
 from typing import Any, ClassVar
 
@@ -27,7 +26,7 @@ from mpicomp.collectives.scheme import (
 )
 from mpicomp.compressors.accumulated import Accumulated
 from mpicomp.compressors.context import Context
-from mpicomp.compressors.kinds import Quantiser, Sparsifier, UncountedSelection, packers
+from mpicomp.compressors.kinds import PackedSelection, Quantiser, Sparsifier, packers
 from mpicomp.compressors.wire import (
     DAMAGED,
     HEADER_BYTES,
@@ -37,7 +36,6 @@ from mpicomp.compressors.wire import (
     Selection,
     SparseHeader,
     Wire,
-    capacity_bytes,
     count_in,
     heads_of,
     read_dense_headers,
@@ -47,7 +45,6 @@ from mpicomp.compressors.wire import (
     sparse_parts,
     unpack_sharing,
     write_dense_header,
-    write_pairs,
     write_sparse,
 )
 from mpicomp.errors import MessageError
@@ -78,7 +75,7 @@ class MessageLayout:
             self.middles.append(middle)
             sizes.append(size)
         self.bounds = list(pairwise(accumulate(sizes, initial=0)))
-        self.message = self.workspace.array("allgather.message", sizes[self.group.rank], _BYTE)
+        self.message = self.workspace.array("message", sizes[self.group.rank], _BYTE)
         self.received = self.workspace.array("allgather.messages", sum(sizes), _BYTE)
         self.task = Round("allgatherv", sizes, _BYTE, send=self.message, recv=self.received)
 
@@ -166,7 +163,8 @@ def mean_of_messages(
     Sound are indices that ascend below ``numel``, and scales that are finite. On a device these are 0-d arrays.
     """
     answers: list[Any] = []
-    additions: list[Any] = []
+    additions: list[Any] = []  # arguments of the kernel
+    kernel = kernels.of(received)
     readable = [header for header in headers if not header.flags & DAMAGED]
     for (stored, coding), members in groupby(readable, key=lambda header: (header.stored, header.coding)):
         group, place = list(members), len(additions)
@@ -186,13 +184,16 @@ def mean_of_messages(
             answers.append(unpack_sharing(received, group, unpacked))
             values, stored = unpacked.view(np.uint8), dtype.name
             values_at = [dtype.itemsize * start for start in accumulate(counts[:-1], initial=0)]
-        add = kernels.of(received).sparse_add
-        additions.append(partial(add, values, values_at, indices, indices_at, counts, stored, factor))
+        additions.append((values, values_at, indices, indices_at, counts, stored, factor))
 
-    def write(out: NDArray[np.floating]) -> None:
+    def write(out: NDArray[np.floating], *subtracted: Any) -> None:
         out.fill(0)
-        for add in additions:
-            add(out)
+        for arguments in additions:
+            if subtracted:
+                kernel.sparse_add_and_subtract(*arguments, out, *subtracted)
+                subtracted = ()
+            else:
+                kernel.sparse_add(*arguments, out)
 
     return write, answers
 
@@ -224,14 +225,14 @@ class Allgather(Scheme[Sparsifier]):
 
     def exchange(self, accumulated: Accumulated, context: Context) -> Exchange:
         group, workspace, numel = context.group, context.workspace, accumulated.numel
-        message: NDArray[np.uint8] | None = None  # on the host, where it is there before the round
-        uncounted = None
-        if accumulated.kernels is not cpu:
-            uncounted = self.compressor.select_uncounted(accumulated, context)
-        if uncounted is None:
+        packed = None if accumulated.kernels is cpu else self.compressor.select_packed(accumulated, context)
+        message: NDArray[np.uint8] | None = None
+        if packed is None:
             selection = self.compressor.select(accumulated, context)
+        elif packed.uncounted is None:
+            selection, message = packed, packed.message
         else:
-            selection, message = self._pack_and_count(uncounted, accumulated, context)
+            selection, message = self._counted(packed, accumulated)
         layout: MessageLayout | None = None
         if self in workspace.prepared:
             layout = workspace.prepared[self]
@@ -265,28 +266,23 @@ class Allgather(Scheme[Sparsifier]):
             mean = workspace.array("mean", numel, accumulated.dtype)
             write(mean)
             finite = is_finite(mean, energy, group.size)
-        return Result.from_headers(mean, selection, layout.kept, flags, energy, lost, finite)
+        result = Result.from_headers(mean, selection, layout.kept, flags, energy, lost, finite)
+        result.subtracts = packed is not None
+        return result
 
-    def _pack_and_count(
-        self, found: UncountedSelection, accumulated: Accumulated, context: Context
-    ) -> tuple[Selection, NDArray[np.uint8]]:
-        # On the device; the host waits once for the selection and its message.
-        compressor, numel, dtype = self.compressor, accumulated.numel, accumulated.dtype
-        longest = Wire(indices="plain" if compressor.indices == "auto" else compressor.indices)
-        capacity = capacity_bytes(found.indices.size, numel, dtype, longest)
-        message = context.workspace.array("allgather.message", capacity, _BYTE, cleared=True)
-        moments = accumulated.device_moments
-        flags = STALE * accumulated.stale
-        write_pairs(message, found, found.count, numel, compressor.indices, flags, moments.energy, moments.finite)
+    def _counted(self, found: PackedSelection, accumulated: Accumulated) -> tuple[Selection, NDArray[np.uint8]]:
+        # The host waits once for the selection and its message.
+        compressor, numel, dtype, device = self.compressor, accumulated.numel, accumulated.dtype, current_device()
+        assert found.uncounted is not None
+        _, reached, note = found.uncounted
         usual = min(numel, compressor.expected(numel) * 5 // 4)
-        likely = min(capacity, compressor.message_bytes(usual, numel, dtype))
-        device = current_device()
-        head, [reached] = device.fetch_head(message, likely, found.reached)
+        likely = min(found.message.size, compressor.message_bytes(usual, numel, dtype))
+        head, [number] = device.fetch_head(found.message, likely, reached)
         count = count_in(head)
-        found.counted(reached)
+        note(number)
         size = compressor.message_bytes(count, numel, dtype)
         if size > likely:
-            head, _ = device.fetch_head(message, size)
+            head, _ = device.fetch_head(found.message, size)
         return Selection(found.indices[:count], found.values[:count]), head[:size]
 
 

@@ -29,7 +29,7 @@ _CANDIDATES = 5  # elements for each selected one that a compressor may list whi
 _LATE_STEP = 1 << 30  # a step in the long run: first steps may have other rounds
 _LARGEST = {np.dtype(dtype): float(np.finfo(dtype).max) for dtype in (np.float32, np.float64)}
 
-MeanWriter = Callable[[NDArray[np.floating]], None]
+MeanWriter = Callable[..., None]
 """Writes a mean to an array of shape (numel,), from messages that were checked before."""
 
 
@@ -59,6 +59,8 @@ class Result:
     problem : MessageError or None
         The message that this rank, and perhaps no other, could not read; apart from ``stale`` all other fields are then
         void. If the exchange is not stale, it was in the last message, and the others do not know of it.
+    subtracts : bool
+        Whether the function of the mean, called with ``sent`` and another array too, subtracts ``sent`` from that.
     """
 
     mean: NDArray[np.floating] | MeanWriter
@@ -70,6 +72,7 @@ class Result:
     stale: bool
     note: str = ""
     problem: MessageError | None = None
+    subtracts: bool = False
 
     @classmethod
     def from_headers(

@@ -28,12 +28,12 @@ LARGEST_KEY = (1 << 64) - 1
 
 
 @dataclass
-class UncountedSelection(Selection):
-    """A selection on a device whose elements the host has not counted, in arrays with room for more."""
+class PackedSelection(Selection):
+    """A selection on a device whose values lie in its message."""
 
-    count: Any
-    reached: Any
-    counted: Callable[[float], None]
+    message: Any
+    uncounted: tuple[Any, Any, Callable[[float], None]] | None = None
+    """Where the host does not know the number of elements: that, and a number for the function, as 0-d arrays."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -112,8 +112,8 @@ class Sparsifier(Compressor):
             Valid until the next call for the same bucket.
         """
 
-    def select_uncounted(self, accumulated: Accumulated, context: Context) -> UncountedSelection | None:
-        """Select, with the number of elements left on the device; None where that is impossible."""
+    def select_packed(self, accumulated: Accumulated, context: Context) -> PackedSelection | None:
+        """Select on a device, with the message of the selection; None where that is impossible."""
         return None
 
 

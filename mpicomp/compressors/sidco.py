@@ -10,10 +10,10 @@ import numpy as np
 from mpicomp.compressors.accumulated import Accumulated
 from mpicomp.compressors.base_compressor import num_kept
 from mpicomp.compressors.context import Context
-from mpicomp.compressors.kinds import UncountedSelection
+from mpicomp.compressors.kinds import PackedSelection
 from mpicomp.compressors.thresholds import Estimator, Search, max_sent
 from mpicomp.compressors.topk import bounds_for, scratch_for
-from mpicomp.compressors.wire import Selection
+from mpicomp.compressors.wire import STALE, Selection, Wire, capacity_bytes, message_to_fill
 from mpicomp.errors import ConfigurationError
 from mpicomp.gpu import to_python
 from mpicomp.kernels import cpu
@@ -98,41 +98,48 @@ class SIDCo(Estimator):
         return self.corrections or not self.published
 
     def select(self, accumulated: Accumulated, context: Context) -> Selection:
-        found = self._fused(accumulated, context)
+        found = self._fused(accumulated, context, False)
         if found is None:
             return super().select(accumulated, context)
-        count, reached = accumulated.to_host(found.count, found.reached)
-        found.counted(reached)
+        assert found.uncounted is not None
+        *numbers, counted = found.uncounted
+        count, reached = accumulated.to_host(*numbers)
+        counted(reached)
         return Selection(found.indices[:count], found.values[:count])
 
-    def select_uncounted(self, accumulated: Accumulated, context: Context) -> UncountedSelection | None:
-        return None if self.wire is not None else self._fused(accumulated, context)
+    def select_packed(self, accumulated: Accumulated, context: Context) -> PackedSelection | None:
+        return None if self.wire is not None else self._fused(accumulated, context, True)
 
-    def _fused(self, accumulated: Accumulated, context: Context) -> UncountedSelection | None:
+    def _fused(self, accumulated: Accumulated, context: Context, packs: bool) -> PackedSelection | None:
         if not self.corrections or self.distribution == "gamma" or accumulated.is_computed:
             return None
         if not hasattr(accumulated.kernels, "sidco"):
             return None
-        memory, workspace = context.memory, context.workspace
+        memory, workspace, kernels = context.memory, context.workspace, accumulated.kernels
         k = num_kept(self.ratio, accumulated.numel)
         stages = self.stages or memory.setdefault("sidco.stages", _start(self.ratio))
         room = min(accumulated.numel, max_sent(k))
         indices = workspace.array("sidco.indices", room, np.uint32)
-        values = workspace.array("sidco.values", room, accumulated.dtype)
         count = workspace.array("sidco.count", 1, np.int64)
+        numel, dtype, message, form = accumulated.numel, accumulated.dtype, None, ()
+        if packs:
+            longest = Wire(indices="plain" if self.indices == "auto" else self.indices)
+            nbytes, flags = capacity_bytes(room, numel, dtype, longest), STALE * accumulated.stale
+            message, values, form = message_to_fill(workspace, nbytes, room, dtype, self.indices, flags)
+        else:
+            values = workspace.array("sidco.values", room, dtype)
+        output = kernels.Output(indices, values, count, kernels.Message(*form))
         bound, following = bounds_for(context, "sidco.candidates")
-        sidco, scratch = accumulated.kernels.sidco, scratch_for(accumulated, context, k)
+        scratch = scratch_for(accumulated, context, k)
         made = accumulated.fused(
-            lambda *arrays: sidco(
-                *arrays, k, self.distribution, stages, bound, (indices, values, count), scratch, following
-            )
+            lambda *arrays: kernels.sidco(*arrays, k, self.distribution, stages, bound, output, scratch, following)
         )
 
         def counted(reached: float) -> None:
             if self.stages is None and not math.isnan(reached):
                 _adapt(memory, reached, self.ratio)
 
-        return UncountedSelection(indices, values, count[0], made.reached, counted)
+        return PackedSelection(indices, values, message, (count[0], made.reached, counted))
 
     def threshold(self, search: Search) -> float:
         moments, memory = search.accumulated.moments, search.memory

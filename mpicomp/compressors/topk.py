@@ -10,8 +10,8 @@ import numpy as np
 from mpicomp.compressors.accumulated import Accumulated
 from mpicomp.compressors.base_compressor import BucketParameters, bound, match_layer_setting, num_kept
 from mpicomp.compressors.context import Context
-from mpicomp.compressors.kinds import Sparsifier
-from mpicomp.compressors.wire import Selection
+from mpicomp.compressors.kinds import PackedSelection, Sparsifier
+from mpicomp.compressors.wire import STALE, Selection, message_to_fill
 from mpicomp.gpu import current_device
 from mpicomp.kernels import cpu
 from mpicomp.registry import register
@@ -94,6 +94,14 @@ class TopK(Sparsifier):
             start += size
         return largest_of_parts(accumulated, context, parts)
 
+    def select_packed(self, accumulated: Accumulated, context: Context) -> PackedSelection | None:
+        if self.parts or self.wire is not None or accumulated.is_computed or not hasattr(accumulated.kernels, "topk"):
+            return None
+        k, numel, dtype = num_kept(self.ratio, accumulated.numel), accumulated.numel, accumulated.dtype
+        nbytes, flags = self.message_bytes(k, numel, dtype), STALE * accumulated.stale
+        message, values, form = message_to_fill(context.workspace, nbytes, k, dtype, self.indices, flags)
+        return PackedSelection(_fused(accumulated, context, k, values, form), values, message)
+
     def _parts(self, numel: int) -> Sequence[tuple[int, int]]:
         # Elements and k of every selection in its bucket, or in any array of another length.
         is_bound = bool(self.parts) and sum(size for size, _ in self.parts) == numel
@@ -108,7 +116,9 @@ def largest_of_parts(accumulated: Accumulated, context: Context, parts: Sequence
     whole = len(parts) == 1 and parts[0][1] - parts[0][0] == accumulated.numel
     kernels = accumulated.kernels
     if kernels is not cpu and whole and not accumulated.is_computed and hasattr(kernels, "topk"):
-        return _fused(accumulated, context, parts[0][2])
+        k, dtype = parts[0][2], accumulated.dtype
+        values = context.workspace.array("topk.values", k, dtype)
+        return Selection(_fused(accumulated, context, k, values), values)
     memory, dtype = context.memory, accumulated.dtype
     bounds, before = memory.get("bounds", ()), memory.get("thresholds", ())
     if len(bounds) != len(parts) or len(before) != len(parts):
@@ -161,10 +171,11 @@ def bounds_for(context: Context, name: str) -> tuple[Any, Any]:
     return bound, following
 
 
-def _fused(accumulated: Accumulated, context: Context, k: int) -> Selection:
-    topk = accumulated.kernels.topk
+def _fused(accumulated: Accumulated, context: Context, k: int, values: Any, form: tuple[Any, ...] = ()) -> Any:
+    # Returns the indices.
+    kernels = accumulated.kernels
     scratch, (bound, following) = scratch_for(accumulated, context, k), bounds_for(context, "topk.bound")
     indices = context.workspace.array("topk.indices", k, np.uint32)
-    values = context.workspace.array("topk.values", k, accumulated.dtype)
-    accumulated.fused(lambda *arrays: topk(*arrays, bound, indices, values, scratch, following))
-    return Selection(indices, values)
+    output = kernels.Output(indices, values, message=kernels.Message(*form))
+    accumulated.fused(lambda *arrays: kernels.topk(*arrays, bound, output, scratch, following))
+    return indices

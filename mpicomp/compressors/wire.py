@@ -178,9 +178,6 @@ def write_sparse(
     middle, end = sparse_parts(indices.size, numel, values.dtype, wire.values, wire.indices)
     if out.size != end:
         raise ValueError(f"write_sparse: the message has {end} bytes, out has {out.size}")
-    if kept is values and wire.values is None and hasattr(kernels.of(out), "write_pairs"):
-        write_pairs(out, selection, indices.size, numel, wire.indices, flags, energy, finite)
-        return 0.0
     filled = HEADER_BYTES + value_bytes(values.size, values.dtype, wire.values)
     if filled < middle:
         out[filled:middle] = 0
@@ -207,14 +204,17 @@ def write_sparse(
     return rounding
 
 
-def write_pairs(
-    out: NDArray[np.uint8], selection: Selection, count: Any, numel: int, indices: str,
-    flags: int, energy: Any, finite: Any,
-) -> None:  # fmt: skip
-    """Fill a message of a selection's first ``count`` elements on a device, which chooses an ``"auto"`` format."""
-    lead = sparse_lead(0, selection.values.dtype, Wire(), flags)
-    pairs = selection.values, selection.indices, count
-    kernels.of(out).write_pairs(out, lead, finite, energy, *pairs, numel, *_CODED[indices])
+def message_to_fill(
+    workspace: Workspace, nbytes: int, room: int, dtype: np.dtype[Any], indices: str, flags: int
+) -> tuple[Any, Any, tuple[Any, ...]]:
+    """Return a cleared message on a device, the place of its values, and the form that a selection gives it.
+
+    The device counts at most ``room`` elements, and chooses an ``"auto"`` format.
+    """
+    message = workspace.array("message", nbytes, np.uint8)
+    message.fill(0)
+    form = message, sparse_lead(0, dtype, Wire(), flags), *_CODED[indices]
+    return message, _view(message, HEADER_BYTES, room, dtype), form
 
 
 def write_damaged(out: NDArray[np.uint8]) -> None:

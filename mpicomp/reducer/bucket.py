@@ -180,15 +180,19 @@ class Bucket:
 
     def commit(self, result: Result, finite: bool) -> Any:
         """Make the finite elements of ``accumulated - sent`` the residual, and return the mean's array."""
-        self.keep(result.sent, finite)
+        later = self.feedback and finite and result.subtracts and callable(result.mean)
+        self.keep(result.sent, finite, later)
         if not callable(result.mean):
             return result.mean
         out = self._parts[id(self._accumulated)]
-        result.mean(out)
+        result.mean(out, *((result.sent, self._parts[id(self._residual)]) if later else ()))
         return out
 
-    def keep(self, sent: NDArray[np.floating] | Selection, finite: bool) -> None:
-        """Make the finite elements of ``accumulated - sent`` the residual; see `Result`."""
+    def keep(self, sent: NDArray[np.floating] | Selection, finite: bool, later: bool = False) -> None:
+        """Make the finite elements of ``accumulated - sent`` the residual; see `Result`.
+
+        A selection that is subtracted ``later`` stays in it.
+        """
         accumulated, self._sum = self._sum, None
         assert accumulated is not None, "nothing was accumulated"
         holds = accumulated.holds
@@ -207,7 +211,8 @@ class Bucket:
                 self._residual_is_zero = False
         elif self.feedback:
             if isinstance(sent, Selection):
-                kernels.of(left).subtract_at(sent.indices, sent.values, left)
+                if not later:
+                    kernels.of(left).subtract_at(sent.indices, sent.values, left)
             elif holds == "sum":
                 with np.errstate(invalid="ignore", over="ignore"):
                     np.subtract(left, sent, out=left)

@@ -1,12 +1,16 @@
 // Functions of CUDA's language, by the emulation of emulator.h.
 
+namespace emulator {
+UNSEEN inline void look_aligned(void* p, unsigned size, bool writes) {
+  if (!watched) return;
+  if ((uintptr_t)p % size) fail("an access that is not aligned");
+  look(p, size, writes, false);
+}
+}  // namespace emulator
+
 #define LOOKS(SIZE)                                                                                               \
-  extern "C" UNSEEN void __tsan_read##SIZE(void* p) {                                                             \
-    if (emulator::watched) emulator::look(p, SIZE, false, false);                                                 \
-  }                                                                                                               \
-  extern "C" UNSEEN void __tsan_write##SIZE(void* p) {                                                            \
-    if (emulator::watched) emulator::look(p, SIZE, true, false);                                                  \
-  }                                                                                                               \
+  extern "C" UNSEEN void __tsan_read##SIZE(void* p) { emulator::look_aligned(p, SIZE, false); }                   \
+  extern "C" UNSEEN void __tsan_write##SIZE(void* p) { emulator::look_aligned(p, SIZE, true); }                   \
   extern "C" UNSEEN void __tsan_unaligned_read##SIZE(void* p) { __tsan_read##SIZE(p); }                           \
   extern "C" UNSEEN void __tsan_unaligned_write##SIZE(void* p) { __tsan_write##SIZE(p); }
 LOOKS(1) LOOKS(2) LOOKS(4) LOOKS(8) LOOKS(16)
@@ -53,6 +57,14 @@ UNSEEN T atomicAdd(T* address, T value) {
   if (emulator::watched) emulator::look(address, sizeof value, true, true);
   const T before = *address;
   *address = before + value;
+  return before;
+}
+
+template <typename T>
+UNSEEN T atomicOr(T* address, T value) {
+  if (emulator::watched) emulator::look(address, sizeof value, true, true);
+  const T before = *address;
+  *address = before | value;
   return before;
 }
 

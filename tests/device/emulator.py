@@ -1,9 +1,9 @@
-"""A stand-in for the module cupy: arrays in host memory, and kernels that run in an emulation.
+"""Memory and kernels of a GPU that is none: kernels run in an emulation, on arrays of `device.fake_cuda`.
 
-It has what `mpicomp.kernels.gpu` uses of CuPy and nothing more. Memory is handed out full of rubbish, between guards
-that are looked at after every launch; arguments are held to the kernel's parameters, which CuPy does not do; inside
-`no_synchronisation` whatever would wait for a device fails. Every access of a kernel is watched: it fails where it is
-not in order with another thread's, outside the arrays, or a read of shared memory that the block has not written.
+Memory is handed out full of rubbish, between guards that are looked at after every launch; arguments are held to the
+kernel's parameters, which CuPy does not do; inside `no_synchronisation` whatever would wait for a device fails. Every
+access of a kernel is watched: it fails where it is not aligned, not in order with another thread's, outside the arrays,
+or a read of shared memory that the block has not written.
 
 What is not seen:
 
@@ -17,7 +17,7 @@ What is not seen:
 - Global memory that is read before it is written, but by the rubbish in its results.
 - Threads at different calls of the same function with the same arguments, such as two barriers in two branches, which
   meet here and need not there.
-- Accesses that are not aligned, more registers or shared memory than a device has, and how long anything takes.
+- More registers or shared memory than a device has, and how long anything takes.
 """
 
 import contextlib
@@ -29,7 +29,6 @@ import struct
 import subprocess
 import tempfile
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
 
 import numpy as np
 
@@ -75,7 +74,8 @@ def flushing():
         _flushing = False
 
 
-def _synchronise():
+def synchronise():
+    """Fail inside `no_synchronisation`."""
     if _quiet:
         raise RuntimeError("the host waits for the device")
 
@@ -101,92 +101,10 @@ class Memory:
                 raise RuntimeError("a kernel wrote outside an array")
 
 
-class ndarray:  # noqa: N801 (CuPy's name)
-    def __init__(self, host, memory):
-        self._host = host
-        self._memory = memory
-
-    dtype = property(lambda self: self._host.dtype)
-    size = property(lambda self: self._host.size)
-    shape = property(lambda self: self._host.shape)
-    itemsize = property(lambda self: self._host.itemsize)
-    strides = property(lambda self: self._host.strides)
-    data = property(lambda self: SimpleNamespace(ptr=self._host.ctypes.data))
-
-    def __getitem__(self, key):
-        if isinstance(key, slice):
-            return ndarray(self._host[key], self._memory)
-        return ndarray(self._host[int(key) : int(key) + 1].reshape(()), self._memory)
-
-    def view(self, dtype):
-        return ndarray(self._host.view(dtype), self._memory)
-
-    def reshape(self, *shape):
-        return ndarray(self._host.reshape(*shape), self._memory)
-
-    def astype(self, dtype, copy=True):
-        if self.dtype == dtype and not copy:
-            return self
-        return asarray(self._host.astype(dtype))
-
-    def __lt__(self, other):
-        return asarray(np.asarray(self._host < (other._host if isinstance(other, ndarray) else other)))
-
-    def __add__(self, other):
-        return asarray(np.asarray(self._host + other._host))
-
-    def __and__(self, other):
-        return asarray(np.asarray(self._host & other._host))
-
-    def fill(self, value):
-        self._host[...] = value
-
-    def set(self, values):
-        assert values.dtype == self.dtype
-        self._host[...] = values
-
-    def get(self):
-        _synchronise()
-        return self._host.copy()
-
-    def item(self):
-        _synchronise()
-        return self._host.item()
-
-    def __int__(self):
-        return int(self.item())
-
-    def __float__(self):
-        return float(self.item())
-
-    def __bool__(self):
-        return bool(self.item())
-
-    __index__ = __int__
-    __array__ = None  # as CuPy, it does not become a NumPy array by itself
-
-
-def empty(size, dtype):
-    memory = Memory(size * np.dtype(dtype).itemsize)
-    return ndarray(memory.inside.view(dtype), memory)
-
-
-def zeros(size, dtype):
-    array = empty(size, dtype)
-    array._host[:] = 0
-    return array
-
-
-def asarray(host):
-    array = empty(host.size, host.dtype)
-    array._host[:] = host.reshape(-1)
-    return array.reshape(host.shape)
-
-
 def _kernels(code):
     """Find the names of a source's kernels; where a macro makes them, they are what it is given first."""
     code = code.replace("\\\n", " ")
-    names = re.findall(r"\bKERNEL\s+(\w+)\(", code)
+    names = re.findall(r"\bKERNEL(?:_OF\(\d\))?\s+(\w+)\(", code)
     for macro in re.findall(r"#define (\w+)\(NAME\b", code):
         names += re.findall(rf"^{macro}\((\w+)", code, re.MULTILINE)
     return sorted(set(names) - {"NAME"})
@@ -206,10 +124,10 @@ def _build(command, text, library):
 
 
 class RawModule:
-    joins = False
+    """A source's kernels; products and sums are rounded once with ``joins``, wherever the compiler can."""
 
-    def __init__(self, code, options=()):
-        rounding = JOINED if self.joins else TWICE
+    def __init__(self, code, options=(), joins=False):
+        rounding = JOINED if joins else TWICE
         names = _kernels(code)
         text = f"{HEADERS}\n{code}\n"
         for name in names:
@@ -224,9 +142,6 @@ class RawModule:
         if not library.exists():
             _build(command, text, library)
         self._library = ctypes.CDLL(str(library))
-
-    def compile(self):
-        """Do nothing: it was compiled when it was made."""
 
     def get_function(self, name):
         return _Kernel(self._library, name)
@@ -253,13 +168,13 @@ class _Kernel:
         words, memories, spans = [], [], []
         for place, (letter, argument) in enumerate(zip(self._signature, arguments, strict=True)):
             where = f"{self.name}, argument {place}"
-            if isinstance(argument, ndarray):
+            if hasattr(argument, "_host"):
                 assert letter == "p", f"{where}: an array for {letter}"
                 has_gaps = argument._host.ndim == 2 and argument._host.strides[1] == argument.itemsize
                 assert argument._host.flags.c_contiguous or has_gaps, f"{where}: not contiguous"
                 words.append(argument.data.ptr)
-                memories.append(argument._memory)
-                spans += [*_span(argument._host), *_span(argument._memory.whole)]
+                memories.append(argument._memory or Memory(0))
+                spans += [*_span(argument._host), *_span(memories[-1].whole)]
             elif isinstance(argument, float):
                 assert letter == "d", f"{where}: a double for {letter}"
                 words.append(struct.unpack("Q", struct.pack("d", argument))[0])
@@ -278,18 +193,3 @@ class _Kernel:
             raise RuntimeError(f"{self.name}: {error.decode()}")
         for memory in memories:
             memory.check()
-
-
-cuda = SimpleNamespace(
-    runtime=SimpleNamespace(getDevice=lambda: 0, setDevice=lambda number: None),
-    get_current_stream=lambda: SimpleNamespace(ptr=0),
-)
-
-
-class _JoiningModule(RawModule):
-    joins = True
-
-
-joining = ModuleType("joining")
-"""The same stand-in, whose kernels join products and sums."""
-vars(joining).update(globals(), RawModule=_JoiningModule)

@@ -16,6 +16,7 @@ import numpy as np
 from device import emulator
 from device.fake_driver import FROM_HOST, RUBBISH, TO_HOST, Driver
 from mpicomp.kernels import cpu, gpu
+from numpy.lib.mixins import NDArrayOperatorsMixin
 
 from mpicomp import kernels
 from mpicomp.gpu import cuda
@@ -30,7 +31,7 @@ _KNOWN = (
 """What NumPy's functions of these names do with arrays of CuPy."""
 
 
-class ndarray:  # noqa: N801 (CuPy's name)
+class ndarray(NDArrayOperatorsMixin):  # noqa: N801 (CuPy's name)
     """An array of the device."""
 
     __module__ = "cupy"
@@ -170,12 +171,6 @@ class ndarray:  # noqa: N801 (CuPy's name)
         return self.item().__index__()
 
 
-def _define(names, method):
-    """Define methods of arrays, each by the function of NumPy that its name is paired with."""
-    for name, _, function in (words.partition(":") for words in names.split()):
-        setattr(ndarray, name, method(getattr(np, function or name)))
-
-
 def _reduce(name):
     def reduced(self, *args, **settings):
         return self.cupy.compute(lambda host: getattr(host, name)(*args, **settings), (self,))
@@ -183,25 +178,12 @@ def _reduce(name):
     return reduced
 
 
-_BINARY = (
-    "add:add sub:subtract mul:multiply truediv:divide matmul:matmul pow:power and:bitwise_and or:bitwise_or "
-    "xor:bitwise_xor mod:remainder lshift:left_shift rshift:right_shift floordiv:floor_divide"
-)
-_COMPARED = "__lt__:less __le__:less_equal __gt__:greater __ge__:greater_equal __eq__:equal __ne__:not_equal"
-for _words in _BINARY.split():
-    _name, _, _function = _words.partition(":")
-    _define(f"__{_name}__:{_function}", lambda of: lambda self, other: of(self, other))
-    _define(f"__r{_name}__:{_function}", lambda of: lambda self, other: of(other, self))
-    _define(f"__i{_name}__:{_function}", lambda of: lambda self, other: of(self, other, out=self))
-_define(_COMPARED, lambda of: lambda self, other: of(self, other))
-_define("__neg__:negative __invert__:invert __abs__:absolute", lambda of: lambda self: of(self))
 for _kind in (int, float, bool):
     setattr(ndarray, f"__{_kind.__name__}__", lambda self, kind=_kind: kind(self.item()))
 for _name in ("any", "all", "sum", "max", "min"):
     setattr(ndarray, _name, _reduce(_name))
 for _name in ("dtype", "size", "shape", "ndim", "nbytes", "itemsize", "strides", "flags"):
     setattr(ndarray, _name, property(lambda self, name=_name: getattr(self._host, name)))
-ndarray.__hash__ = None
 
 
 def _tuple(key):
@@ -269,13 +251,12 @@ class Cupy(ModuleType):
     version = 3  # of the interface of arrays
     malloc = None  # the allocator in use, if it is not CuPy's
 
-    def __init__(self, driver):
+    def __init__(self, driver, joins=False):
         super().__init__("cupy")
-        self.driver = driver
+        self.driver, self.joins = driver, joins
         self._current = threading.local()
         self.reads = 0
         self.launches = []
-        ndarray.cupy = self
         outer = self
 
         class Stream:
@@ -369,7 +350,19 @@ class Cupy(ModuleType):
         return ndarray(memory.inside.view(dtype).reshape(shape), memory=memory)
 
     def RawModule(self, code, options=()):  # noqa: N802 (CuPy's name)
-        return _Module(self, emulator.RawModule(code, options))
+        """Return a source's kernels, which run when the stream that they were put into has come so far."""
+        module = emulator.RawModule(code, options, self.joins)
+
+        def get_function(name):
+            kernel = module.get_function(name)
+
+            def launch(grid, block, arguments):
+                self.launches.append(name)
+                self.put(lambda: kernel(grid, block, arguments))
+
+            return launch
+
+        return SimpleNamespace(compile=lambda: None, get_function=get_function)
 
     def zeros(self, shape, dtype=np.float64):
         made = self.empty(shape, dtype)
@@ -420,6 +413,7 @@ class Cupy(ModuleType):
 
     def read(self, array):
         """Wait, and copy to the host by the way that is not counted as a batch."""
+        emulator.synchronise()
         self.reads += 1
         self.driver.to_host_bytes += array.nbytes
         self.driver.finish(self.stream_in_use() or LEGACY)
@@ -473,30 +467,11 @@ def _result(made):
     return ndarray(np.array(made))
 
 
-class _Module:
-    """A source's kernels, which run when the stream that they were put into has come so far."""
-
-    def __init__(self, cupy, module):
-        self._cupy, self._module = cupy, module
-
-    def compile(self):
-        """Do nothing: it was compiled when it was made."""
-
-    def get_function(self, name):
-        kernel = self._module.get_function(name)
-
-        def launch(grid, block, arguments):
-            arrays = tuple(
-                emulator.ndarray(each._host, each._memory or emulator.Memory(0)) if isinstance(each, ndarray) else each
-                for each in arguments
-            )
-            self._cupy.launches.append(name)
-            self._cupy.put(lambda: kernel(grid, block, arrays))
-
-        return launch
+emulating = functools.cache(lambda joins: Cupy(Driver(), joins))
+"""A module for tests of kernels, whose sources are then compiled once."""
 
 
-def install(monkeypatch, schedule="eager", seed=0, emulated=False, guarded=False):
+def install(monkeypatch, schedule="eager", emulated=False, guarded=False, cupy=None):
     """Replace CuPy and the driver, with the kernels of the host or emulated ones; return the module.
 
     With ``guarded``, other code that touches its memory dies, see `device.guarded`.
@@ -505,11 +480,12 @@ def install(monkeypatch, schedule="eager", seed=0, emulated=False, guarded=False
         from device import guarded as guards  # it changes this module
 
         guards.install(monkeypatch)
-    driver = Driver(schedule, seed)
-    cupy = Cupy(driver)
+    ndarray.cupy = cupy = cupy or Cupy(Driver(schedule))
+    driver = cupy.driver
     monkeypatch.setitem(sys.modules, "cupy", cupy)
     monkeypatch.setattr("mpicomp.gpu.cuda._in_use", [])  # threads that later tests start have no such GPU
-    monkeypatch.setattr("mpicomp.gpu.cuda.cuda_device", functools.cache(cuda.CudaDevice))
+    one = getattr(cuda.cuda_device, "__wrapped__", None)
+    monkeypatch.setattr(cuda, "cuda_device", cuda.CudaDevice if one is None else functools.cache(one))
     monkeypatch.setitem(sys.modules, "cupyx", SimpleNamespace(empty_pinned=lambda size, dtype: driver.pinned(size)))
     monkeypatch.setitem(kernels._modules, ndarray, gpu if emulated else HostKernels(cupy))
     return cupy

@@ -1,7 +1,6 @@
 """Where kernels run in tests: on the host, in an emulation of a GPU on the host, and on a GPU where there is one."""
 
 import contextlib
-import functools
 import importlib
 import importlib.util
 import platform
@@ -12,16 +11,15 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from device import emulator
+from device import emulator, fake_cuda
 from mpicomp.kernels import cpu, gpu
 
+from mpicomp.compressors import wire as wire_format
+from mpicomp.compressors.wire import Wire
 from mpicomp.gpu import cuda
 
 GPUS = ["emulated", "cuda"] if importlib.util.find_spec("cupy") else ["emulated"]
 """Without CuPy no test is collected for a GPU; one test says so, in place of every second one."""
-
-_GUARD_BYTES = 64
-_RUBBISH = 0xA5
 
 
 def word_of(dtype):
@@ -73,19 +71,35 @@ def next_bound(workspace, before, listed, wanted, threshold):
         return cpu.magnitude_bits((1 - gap) * threshold, workspace.dtype)
 
 
-class Emulated:
-    """An emulation on the host: the code under test has never seen a GPU."""
+class Outgoing:
+    """A cleared message with room for a selection of ``numel`` elements, to be filled by a kernel.
 
-    cupy = emulator
-    emulated = True
-    quiet = staticmethod(emulator.no_synchronisation)
-    flushing = staticmethod(emulator.flushing)
+    Its indices are to be plain, coded, or what the kernel finds shorter, by the number of elements.
+    """
 
+    def __init__(self, place, room, numel, dtype):
+        self.indices, self._numel = ("auto", "plain", "elias-fano")[room % 3], numel
+        wire = Wire(indices="plain" if self.indices == "auto" else self.indices)
+        self._memory = place.zeros(wire_format.capacity_bytes(room, numel, dtype, wire), np.uint8)
+        self.values = self._memory[24 : 24 + room * dtype.itemsize].view(dtype)
+        form = wire_format.sparse_lead(0, dtype, Wire(), wire_format.STALE), *wire_format._CODED[self.indices]
+        self.form = gpu.Message(self._memory, *form)
 
-class Joining(Emulated):
-    """The same, compiled as on a GPU: a product and a sum are rounded once wherever the compiler can."""
-
-    cupy = emulator.joining
+    def check(self, total, taken):
+        """Compare with the host's message of some elements of an array; the norms may be summed in another order."""
+        indices, values = taken.astype(np.uint32), total[taken]
+        wire = Wire(indices=wire_format.compact(taken.size, total.size) if self.indices == "auto" else self.indices)
+        expected, found = np.zeros(self._memory.size, np.uint8), self._memory.get()
+        message = expected[: wire_format.sparse_bytes(taken.size, total.size, total.dtype, wire)]
+        with np.errstate(over="ignore", invalid="ignore"):
+            energy, finite = float(np.square(total, dtype=np.float64).sum()), np.isfinite(total).all()
+            selection = wire_format.Selection(indices, values)
+            wire_format.write_sparse(message, selection, total.size, wire, wire_format.STALE, energy, values, finite)
+        np.testing.assert_array_equal(found[:8], expected[:8])
+        np.testing.assert_array_equal(found[24:], expected[24:])
+        if finite:
+            norms = (array[8:24].view(np.float64) for array in (found, expected))
+            np.testing.assert_allclose(*norms, rtol=1e-12, atol=1e-12 * energy)
 
 
 def has_gpu():
@@ -99,24 +113,20 @@ def has_gpu():
         return False
 
 
-class Cuda:
-    """A GPU, with the real CuPy."""
-
-    emulated = False
-    quiet = staticmethod(contextlib.nullcontext)
-    flushing = staticmethod(contextlib.nullcontext)
-
-    def __init__(self):
-        if not has_gpu():
-            pytest.skip("no GPU, or no CuPy")
-        self.cupy = importlib.import_module("cupy")
-
-
 class Place:
-    """Copies arrays to a device and back."""
+    """Copies arrays to a device and back: to a GPU, or to an emulation whose compiler ``joins`` products and sums."""
 
-    def __init__(self, kind):
-        self.cupy, self.emulated, self.quiet, self.flushing = kind.cupy, kind.emulated, kind.quiet, kind.flushing
+    def __init__(self, name, request, monkeypatch, joins=False):
+        self.emulated, self.quiet, self.flushing = name != "cuda", contextlib.nullcontext, contextlib.nullcontext
+        if not self.emulated:
+            if not has_gpu():
+                pytest.skip("no GPU, or no CuPy")
+            self.cupy = importlib.import_module("cupy")
+            monkeypatch.setitem(sys.modules, "cupy", self.cupy)
+            return
+        request.getfixturevalue("emulated")
+        self.cupy = fake_cuda.install(monkeypatch, emulated=True, cupy=fake_cuda.emulating(joins))
+        self.quiet, self.flushing = emulator.no_synchronisation, emulator.flushing
 
     def put(self, array, shift=0):
         """Copy to the device, ``shift`` elements past an aligned address."""
@@ -140,138 +150,6 @@ class Place:
         return self.put(np.array([value], dtype))[0]
 
 
-class HostKernels:
-    """Kernels of the host, called with arrays between guards, ``shift`` elements past an aligned address."""
-
-    emulated = on_gpu = False
-    shift = 0
-    flushing = staticmethod(contextlib.nullcontext)
-
-    def __getattr__(self, name):
-        found = getattr(cpu, name)
-        return functools.partial(self._call, found) if callable(found) and not isinstance(found, type) else found
-
-    def seen(self, array):
-        return array
-
-    def _call(self, kernel, *args, **settings):
-        arrays = _arrays_in(args)
-        memories = {key: np.full(array.nbytes + 4 * _GUARD_BYTES, _RUBBISH, np.uint8) for key, array in arrays.items()}
-        copies = {}
-        for key, array in arrays.items():
-            shift = self.shift * array.itemsize * (array.dtype.kind == "f")
-            start = _GUARD_BYTES - memories[key].ctypes.data % _GUARD_BYTES + shift
-            copies[key] = memories[key][start : start + array.nbytes].view(array.dtype).reshape(array.shape)
-            copies[key][...] = array
-        result = kernel(*_replaced(args, copies), **settings)
-        for key, array in arrays.items():
-            if array.flags.writeable:
-                array[...] = copies[key]
-            copies[key].reshape(-1).view(np.uint8)[:] = _RUBBISH
-            assert (memories[key] == _RUBBISH).all(), f"{kernel.__name__} wrote outside an array"
-        return result
-
-
-class TwinKernels:
-    """Kernels of a GPU, called with arrays of the host: copied there and back, and held to the host's kernels.
-
-    A NumPy scalar becomes a number on the device. Nothing that a kernel does may wait for the device. Every array has
-    the bits that the host's kernel leaves; exceptions are in `TOLERANCES`.
-    """
-
-    on_gpu = True
-    shift = 0
-
-    def __init__(self, place):
-        self._place, self.emulated, self.flushing, self.seen = place, place.emulated, place.flushing, place.seen
-
-    def __getattr__(self, name):
-        found = getattr(gpu, name)
-        return functools.partial(self._call, name) if callable(found) and not isinstance(found, type) else found
-
-    def _call(self, name, *args, **settings):
-        arrays = _arrays_in(args)
-        there = {
-            key: self._place.put(array, self.shift * (array.dtype.kind == "f")).reshape(array.shape)
-            for key, array in arrays.items()
-        }
-        host = {key: array.copy() for key, array in arrays.items()}
-        given = [self._place.scalar(arg, arg.dtype) if isinstance(arg, np.generic) else arg for arg in args]
-        with self._place.quiet():
-            result = getattr(gpu, name)(*_replaced(given, there), **settings)
-        result = _fetched(result)
-        for key, array in arrays.items():
-            if array.flags.writeable:
-                array[...] = there[key].reshape(-1).get().reshape(array.shape)
-        with np.errstate(all="ignore"):
-            expected = getattr(cpu, name)(*_replaced(args, host), **settings)
-        for key, array in arrays.items():
-            if result is not False:  # refused input leaves anything
-                self._compare(name, array, host[key])
-        _compare_numbers(name, result, expected)
-        return result
-
-    def _compare(self, name, array, expected):
-        """Same numbers, zeros of the same sign, NaN at the same places."""
-        if name in TOLERANCES and (name == "write_header" or array.dtype.kind == "f"):
-            if TOLERANCES[name] is not None:
-                np.testing.assert_allclose(array, expected, rtol=TOLERANCES[name], atol=1e-5 * (name[0] == "s"))
-            return
-        if name == "pack_quadratic" and array.dtype == np.uint8:  # scales, of which some may be NaN
-            array, expected = array.view(np.float32).view(np.uint32), expected.view(np.float32).view(np.uint32)
-            numbers = ~np.isnan(array.view(np.float32)) | ~np.isnan(expected.view(np.float32))
-            array, expected = array[numbers], expected[numbers]
-        elif array.dtype == np.float32:
-            array, expected = self.seen(array), self.seen(expected)
-        np.testing.assert_array_equal(array, expected, err_msg=name)
-        if array.dtype.kind == "f":
-            numbers = ~np.isnan(array)
-            np.testing.assert_array_equal(np.signbit(array[numbers]), np.signbit(expected[numbers]), err_msg=name)
-
-
-TOLERANCES = {"pack_signs": 1.2e-7, "spectrum": None, "write_header": None}
-"""Kernels whose sums, in another order, end up in arrays: relative difference, None where the test itself compares."""
-
-NUMBERS = {"tail_statistics": 1e-5, "accumulate": 1e-5}
-"""Kernels whose numbers differ by more than 1e-9 between host and GPU, since they sum in another order."""
-
-
-def _arrays_in(args):
-    """Return the arrays among arguments, and in lists among them, by identity."""
-    found = {}
-    for arg in args:
-        if isinstance(arg, np.ndarray):
-            found[id(arg)] = arg
-        elif isinstance(arg, list | tuple):
-            found |= _arrays_in(arg)
-    return found
-
-
-def _replaced(args, arrays):
-    return [
-        _replaced(arg, arrays) if isinstance(arg, list | tuple) else arrays.get(id(arg), arg) for arg in args
-    ]  # fmt: skip
-
-
-def _fetched(result):
-    """Return Python numbers for 0-d arrays of a device."""
-    if isinstance(result, tuple | list):
-        parts = [_fetched(part) for part in result]
-        return type(result)(*parts) if hasattr(result, "_fields") else type(result)(parts)
-    return result.item() if getattr(result, "shape", None) == () else result
-
-
-def _compare_numbers(name, result, expected):
-    if isinstance(expected, tuple | list):
-        for number, other in zip(result, expected, strict=True):
-            _compare_numbers(name, number, other)
-    elif isinstance(expected, float | np.floating):
-        if name not in ("logarithms", "share_rounding"):  # sums that nearly cancel; tests compare them
-            np.testing.assert_allclose(result, expected, rtol=NUMBERS.get(name, 1e-9), err_msg=name)
-    elif isinstance(expected, bool | np.bool_ | int | np.integer):
-        assert result == expected, name
-
-
 @pytest.fixture
 def emulated(monkeypatch):
     """Let sources be compiled for the emulation, by tests that make arrays themselves."""
@@ -283,38 +161,15 @@ def emulated(monkeypatch):
     monkeypatch.setattr("mpicomp.kernels.gpu.compile.LIMIT", 3)
 
 
-def _place(name, kind, request, monkeypatch):
-    if name == "cuda":
-        kind = Cuda()
-    else:
-        request.getfixturevalue("emulated")
-    monkeypatch.setitem(sys.modules, "cupy", kind.cupy)
-    return Place(kind)
-
-
 @pytest.fixture(params=GPUS)
 def place(request, monkeypatch):
-    return _place(request.param, Emulated, request, monkeypatch)
+    return Place(request.param, request, monkeypatch)
 
 
 @pytest.fixture(params=GPUS)
 def joining_place(request, monkeypatch):
     """Where products and sums are joined: on a GPU, and in an emulation whose compiler does it as the GPU's."""
-    return _place(request.param, Joining, request, monkeypatch)
-
-
-@pytest.fixture
-def gpu_kernels(kernels):
-    """Those of a GPU alone, for tests of what the host lacks, or that compare it with the host only."""
-    return kernels
-
-
-@pytest.fixture
-def kernels(request, monkeypatch):
-    """The kernels of a kind of device, called with NumPy arrays; parametrized in tests/kernels/conftest.py."""
-    if request.param == "cpu":
-        return HostKernels()
-    return TwinKernels(_place(request.param, Joining, request, monkeypatch))
+    return Place(request.param, request, monkeypatch, joins=True)
 
 
 class TorchMemory:

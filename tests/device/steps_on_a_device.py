@@ -44,6 +44,7 @@ def stepped(ranks, gradients, move):
         means = fetched(reduced(ranks, gradients, move))
     except MpicompError as error:
         return str(error), type(error.__cause__)
+    assert all(means[0][name].dtype == gradient.dtype for name, gradient in gradients[0].items())
     return means, [ranks.residuals(name) for name in gradients[0]]
 
 

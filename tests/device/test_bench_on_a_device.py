@@ -8,7 +8,6 @@ import pytest
 from device import fake_cuda
 from marks import once
 from mpicomp.bench import devices
-from mpicomp.bench.collectives import Settings, measure
 from mpicomp.bench.measure.feedback import Gradients
 from networks import Link
 from schemes import REPRESENTED
@@ -17,26 +16,15 @@ from worlds import Ranks
 import mpicomp
 from mpicomp.cli import main
 from mpicomp.collectives import bind
-from mpicomp.cost import CostModel, Network, kernel_costs
+from mpicomp.cost import CostModel, kernel_costs
 from mpicomp.errors import ConfigurationError, LaunchError
 from mpicomp.gpu import HOST
 from mpicomp.gpu.cuda import CudaDevice
 from mpicomp.mpi import LocalWorld
 from mpicomp.policies import Shape
 
-SCHEDULES = ["eager", *(pytest.param(name, marks=pytest.mark.slow) for name in ("lazy", "random"))]
 TOPK = mpicomp.TopK(ratio=0.1)
 SUFFIX = " on cuda"
-
-
-@pytest.fixture(params=SCHEDULES)
-def cupy(request, monkeypatch):
-    return fake_cuda.install(monkeypatch, request.param)
-
-
-@pytest.fixture
-def eager(monkeypatch):
-    return fake_cuda.install(monkeypatch)
 
 
 @pytest.fixture(autouse=True)
@@ -44,26 +32,16 @@ def short(monkeypatch):
     monkeypatch.setattr(kernel_costs, "_DEVICE_NUMELS", (1 << 8, 1 << 10))
 
 
-def silent(*_):
-    pass
-
-
-def counting(device):
-    """Give a clock that looks whether the device has done all that it was given."""
-    readings = []
+@pytest.mark.parametrize(("compressor", "collective"), once(REPRESENTED), ids=str)
+def test_own_work_is_measured_on_the_device(compressor, collective, eager):
+    """To its end: the clock is read when the device has done all that it was given."""
+    device, readings = CudaDevice(0), []
 
     def clock():
-        assert not sys.modules["cupy"].driver.streams[device.stream.ptr]
+        assert not eager.driver.streams[device.stream.ptr]
         readings.append(None)
         return float(len(readings))
 
-    return clock, readings
-
-
-@pytest.mark.parametrize(("compressor", "collective"), once(REPRESENTED), ids=str)
-def test_own_work_is_measured_on_the_device(compressor, collective, eager):
-    device = CudaDevice(0)
-    clock, readings = counting(device)
     numbers = kernel_costs.measure_kernel(bind(compressor, collective), None, compressor.contractive, clock, device)
     assert all(number >= 0 and np.isfinite(number) for number in numbers)
     assert len(readings) == 2 * 2 * (kernel_costs._WARMUP_STEPS + kernel_costs._TIMED_STEPS)
@@ -88,49 +66,36 @@ def costs(brought, compressor=TOPK, given=None):
     return [reducer.cost for reducer in ranks.reducers]
 
 
-def test_figures_of_a_device_have_names_of_their_own(eager):
-    for model in costs([eager.asarray] * 2):
-        assert model.kernels
-        assert all(key.endswith(SUFFIX) for known in (model.kernels, model.kernel_corrections) for key in known)
-        assert all(key.endswith(SUFFIX) for key in model.speed_corrections)
-        assert not any(key.endswith(SUFFIX) for key in model.round_corrections)
-        assert CostModel.from_json(model.to_json()).to_json() == model.to_json()
+def on_a_device(known):
+    """Return the names of what was measured on a device, without the ending that tells it."""
+    return {key.removesuffix(SUFFIX) for key in known if key.endswith(SUFFIX)}
+
+
+@pytest.mark.parametrize("first", ["both", "host", "device"])
+def test_figures_of_a_device_have_names_of_their_own(first, eager):
+    """Ranks in different places take the first one's word for where they are."""
+    places = {"both": [eager.asarray] * 2, "host": [np.asarray, eager.asarray], "device": [eager.asarray, np.asarray]}
+    one, other = costs(places[first])
+    assert one.to_json() == other.to_json()
+    assert CostModel.from_json(one.to_json()).to_json() == one.to_json()
+    for known in (one.kernels, one.kernel_corrections, one.speed_corrections):
+        assert len(on_a_device(known)) == (0 if first == "host" else len(known))
+    assert one.kernels
+    assert not on_a_device(one.round_corrections)
 
 
 def test_costs_saved_on_the_host_are_not_used_for_a_device(eager):
     saved = CostModel.from_json(costs([np.asarray] * 2)[0].to_json())
     before = dict(saved.kernels)
-    assert not any(key.endswith(SUFFIX) for key in before)
-    found = costs([eager.asarray] * 2, given=saved)[0]
-    assert {key: cost for key, cost in found.kernels.items() if not key.endswith(SUFFIX)} == before
-    assert {key for key in found.kernels if key.endswith(SUFFIX)} == {key + SUFFIX for key in before}
-
-
-@pytest.mark.parametrize("first", ["host", "device"])
-def test_ranks_in_different_places_choose_alike(first, eager):
-    """All of them take the first one's word for where it is."""
-    brought = [np.asarray, eager.asarray] if first == "host" else [eager.asarray, np.asarray]
-    models = costs(brought)
-    assert models[0].to_json() == models[1].to_json()
-    assert all(key.endswith(SUFFIX) == (first == "device") for key in models[0].kernels)
+    found = costs([eager.asarray] * 2, given=saved)[0].kernels
+    assert {key: cost for key, cost in found.items() if not key.endswith(SUFFIX)} == before
+    assert on_a_device(found) == set(before)
 
 
 def test_gradients_can_be_used_in_any_stream(cupy):
     there, here = Gradients(500, seed=3, device=CudaDevice(0)), Gradients(500, seed=3)
     for _ in range(3):
         np.testing.assert_array_equal(there.fresh().get(), here.fresh())
-
-
-@pytest.mark.slow
-def test_collectives_are_timed_on_the_device(cupy):
-    settings = Settings([700], [TOPK, mpicomp.QSGD()], ["allgather", "packed-allgather"], True, 0.02)
-    model = CostModel(Network(1))
-    rows = measure(settings, LocalWorld(1).transports[0], model, silent, silent, CudaDevice(0))
-    assert {"dense", "topk", "qsgd"} == {row["compressor"] for row in rows}
-    for row in rows:
-        assert (row["device"], row["route"]) == ("gpu", "staged")
-        assert row["correct"] is True
-        assert row["predicted_s"] is None or row["predicted_s"] > 0
 
 
 @pytest.fixture
@@ -141,13 +106,15 @@ def one_rank(monkeypatch):
 
 
 @pytest.mark.slow
-def test_the_command_for_collectives(eager, one_rank, monkeypatch, tmp_path, capsys):
+def test_collectives_are_timed_on_the_device(cupy, one_rank, monkeypatch, tmp_path, capsys):
     path = tmp_path / "rows.json"
     words = ["--device", "gpu", "--numel", "500", "--ratio", "0.1", "--collective", "allgather", "--limit", "0.02"]
     assert main(["bench", "collectives", *words, "--json", str(path)]) == 0
     written = json.loads(path.read_text())
     assert written["environment"]["device"] == "Stand-in"
-    assert {(row["device"], row["route"]) for row in written["rows"]} == {("gpu", "staged")}
+    for row in written["rows"]:
+        assert (row["device"], row["route"], row["correct"]) == ("gpu", "staged", True)
+        assert row["predicted_s"] is None or row["predicted_s"] > 0
     assert "# gradients are in the memory of GPUs; rank 0 has one Stand-in" in capsys.readouterr().out
 
 
@@ -164,26 +131,21 @@ def test_the_commands_that_train_take_torchs_device(words, one_rank, monkeypatch
     assert [number for _, number in asked] == [0]
 
 
-# Errors say in a line what is missing.
+NO_GPU = LaunchError("gpu: there is none on n1; ask the job for one")
+MISSING = [
+    (devices.device_on, "bench x", 0, r"^bench x: --device gpu needs CuPy \(.*\); pip install 'mpicomp"),
+    (devices.device_on, "bench x", NO_GPU, r"^bench x: --device gpu: gpu: there is none on n1; ask .*; or use"),
+    (devices.torch_device, "train", 0, r"^train: --device gpu needs a PyTorch with CUDA, and torch .* finds"),
+]
 
 
-def test_no_cupy(monkeypatch):
-    monkeypatch.setitem(sys.modules, "cupy", None)
-    with pytest.raises(ConfigurationError, match=r"^bench x: --device gpu needs CuPy \(.*\); pip install 'mpicomp"):
-        devices.device_on("bench x", 0)
-
-
-def test_no_gpu(eager):
-    missing = LaunchError("gpu: there is none on n1; ask the job for one")
-    with pytest.raises(ConfigurationError, match=r"^bench x: --device gpu: gpu: there is none on n1; ask .*; or use"):
-        devices.device_on("bench x", missing)
-
-
-def test_a_torch_without_cuda(monkeypatch):
-    torch = pytest.importorskip("torch")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(ConfigurationError, match=r"^train: --device gpu needs a PyTorch with CUDA, and torch .* finds"):
-        devices.torch_device("train", 0)
+@pytest.mark.parametrize(("find", "command", "number", "message"), MISSING)
+def test_what_is_missing_is_said_in_a_line(find, command, number, message, eager, monkeypatch):
+    if number == 0:
+        monkeypatch.setitem(sys.modules, "cupy", None)
+        monkeypatch.setattr(pytest.importorskip("torch").cuda, "is_available", lambda: False)
+    with pytest.raises(ConfigurationError, match=message):
+        find(command, number)
 
 
 def test_the_gpu_of_a_rank_is_made_current(eager, monkeypatch):

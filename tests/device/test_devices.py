@@ -8,7 +8,6 @@ import time
 
 import numpy as np
 import pytest
-from device import fake_cuda
 from device.kinds import TorchMemory
 from device.steps_on_a_device import fetched, gradients_of, host, ranks_of, reduced
 from mpicomp.kernels.gpu import workspace
@@ -21,11 +20,6 @@ from mpicomp.mpi import LocalWorld
 from mpicomp.mpi.thread import ProgressThread
 
 SHAPES = {"first": (30, 20), "second": (9,)}
-
-
-@pytest.fixture
-def cupy(monkeypatch):
-    return fake_cuda.install(monkeypatch, "lazy")
 
 
 def test_the_stand_in_has_nothing_that_cupy_lacks(cupy):
@@ -76,9 +70,9 @@ def test_gradients_that_move_to_another_gpu_take_their_residual_along(moved, cup
     cupy.driver.use(0)
 
 
-def test_calls_leave_nothing_behind(emulated, monkeypatch):
+def test_calls_leave_nothing_behind(emulated_cupy):
     """Each call makes a bucket; streams, events, pinned memory and scratch of launches are the GPU's."""
-    cupy, counts = fake_cuda.install(monkeypatch, emulated=True), []
+    cupy, counts = emulated_cupy, []
     array = cupy.asarray(np.ones(3000, np.float32))
     for _ in range(6):
         mpicomp.allreduce(array, mpicomp.TopK(ratio=0.1), comm=LocalWorld(1).transports[0])
@@ -150,12 +144,12 @@ def test_threads_do_not_share_pinned_memory(cupy, monkeypatch):
 # Memory as torch's allocator keeps it.
 
 
-def test_memory_that_torch_reserves(emulated, monkeypatch):
+def test_memory_that_torch_reserves(emulated_cupy, monkeypatch):
     """In gradients, one of which lies there; torch's lengths are as much shorter as buckets are than a large model's.
 
     Counters that are always as large are 0.1 of it.
     """
-    cupy, numel, buckets = fake_cuda.install(monkeypatch, emulated=True), 40_000, 3
+    cupy, numel, buckets = emulated_cupy, 40_000, 3
     memory = TorchMemory(shrink=(32 << 20) // (4 * numel))
     made = cuda.cuda_device
     monkeypatch.setattr(cuda, "cuda_device", lambda number, of_torch: made(number, True))

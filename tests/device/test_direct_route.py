@@ -25,11 +25,6 @@ DIRECT = RouteTable.always("direct")
 slow = pytest.mark.slow  # what guarded memory and four kinds of messages leave over
 
 
-@pytest.fixture(params=["lazy", pytest.param("random", marks=slow)])
-def cupy(request, monkeypatch):
-    return fake_cuda.install(monkeypatch, request.param)
-
-
 @pytest.fixture
 def guarded(monkeypatch):
     return fake_cuda.install(monkeypatch, "lazy", guarded=True)

@@ -74,6 +74,7 @@ KERNEL left_over(int* array) {
 KERNEL past_end(int* array, i64 size) {
   if (threadIdx.x == 0) array[0] = array[size];
 }
+KERNEL between(int* array) { ((double*)(array + 1))[threadIdx.x] = 1; }
 KERNEL lanes(int* array, double factor) {
   int lane = threadIdx.x % 32;
   int up = __shfl_up_sync(0xffffffffu, lane, 3), other = __shfl_xor_sync(0xffffffffu, lane, 16);
@@ -84,89 +85,62 @@ KERNEL lanes(int* array, double factor) {
 
 
 @pytest.fixture
-def kernel(place):
+def launch(place):
     if not place.emulated:
         pytest.skip("about the emulation only")
     module = emulator.RawModule(SOURCE)
-
-    def launch(name, blocks, *arguments):
-        module.get_function(name)((blocks,), (64,), arguments)
-
-    return launch
+    return lambda name, blocks, *arguments: module.get_function(name)((blocks,), (64,), arguments)
 
 
-def test_collective_functions(kernel):
-    array = emulator.zeros(64, np.int32)
-    kernel("lanes", 1, array, 0.0)
-    lane = np.arange(64) % 32
-    expected = np.where(lane < 3, lane, lane - 3) + 100 * (lane ^ 16) + 10000 * 11
-    np.testing.assert_array_equal(array.get(), expected)
+DISORDER = "is not ordered with another thread's"
+MEETING = "threads meet in different functions"
+FAULTS = [  # kernel, length of the array, further arguments, and the message, whatever the order of threads
+    ("outside", 5, [5], "outside: block 0, thread [0-9]+: a write outside the arrays"),
+    *(("past_end", 5, [index], "past_end: block 0, thread 0: a read outside the arrays") for index in (-1, 5)),
+    ("between", 256, [], "an access that is not aligned"),
+    *((name, 512, [], f"{name}: .* {DISORDER}") for name in (
+        "race", "increments", "increments_of_blocks", "half_atomic", "no_second_barrier",
+    )),
+    ("no_barrier", 512, [], f"({DISORDER}|is read before it is written)"),
+    ("left_over", 512, [], "left_over: .*: shared memory is read before it is written"),
+    ("alone", 1, [], "alone: block [0-7]: 40 threads wait for others that do not come"),
+    *((name, 1, [], MEETING) for name in ("branches", "shuffles", "distances", "widths")),
+]  # fmt: skip
 
 
-def test_writing_outside_an_array(kernel):
-    with pytest.raises(RuntimeError, match=r"outside: block 0, thread [0-9]+: a write outside the arrays"):
-        kernel("outside", 1, emulator.zeros(5, np.int32), 5)
+@pytest.mark.parametrize(("name", "size", "more", "message"), FAULTS)
+def test_faults_fail(launch, place, name, size, more, message):
+    for _ in range(8):
+        with pytest.raises(RuntimeError, match=message):
+            launch(name, 8 if size == 512 else 1, place.zeros(size, np.int32), *more)
 
 
-@pytest.mark.parametrize("index", [-1, 5])
-def test_reading_outside_an_array(kernel, index):
-    with pytest.raises(RuntimeError, match="past_end: block 0, thread 0: a read outside the arrays"):
-        kernel("past_end", 1, emulator.zeros(5, np.int32), index)
-
-
-def test_reading_behind_a_part_of_an_array(kernel):
-    """The memory after it is the array's, but not an argument of the kernel."""
-    array = emulator.zeros(9, np.int32)
-    kernel("past_end", 1, array, 5)
+def test_a_part_of_an_array_ends_where_the_argument_does(launch, place):
+    array = place.zeros(9, np.int32)
+    launch("past_end", 1, array, 5)
     with pytest.raises(RuntimeError, match="a read outside the arrays"):
-        kernel("past_end", 1, array[:5], 5)
+        launch("past_end", 1, array[:5], 5)
 
 
-@pytest.mark.parametrize(
-    "name", ["race", "increments", "increments_of_blocks", "half_atomic", "no_barrier", "no_second_barrier"]
-)
-def test_accesses_that_are_not_in_order(kernel, name):
-    """Whatever the order is in which they happen to come: every launch fails."""
-    found = "is not ordered with another thread's"
-    if name == "no_barrier":
-        found = f"({found}|is read before it is written)"
+def test_what_is_in_order_runs(launch, place):
+    array = place.zeros(512, np.int32)
     for _ in range(8):
-        with pytest.raises(RuntimeError, match=rf"{name}: .* {found}"):
-            kernel(name, 8, emulator.zeros(512, np.int32))
-
-
-def test_accesses_that_are_in_order(kernel):
-    array = emulator.zeros(512, np.int32)
-    for _ in range(8):
-        kernel("in_order", 8, array)
+        launch("in_order", 8, array)
     thread = np.arange(512) % 64
     np.testing.assert_array_equal(array.get(), (thread ^ 32) + (thread ^ 1) + 1)
-
-
-def test_shared_memory_that_another_block_has_written(kernel):
-    for _ in range(8):
-        with pytest.raises(RuntimeError, match=r"left_over: .*: shared memory is read before it is written"):
-            kernel("left_over", 8, emulator.zeros(512, np.int32))
-
-
-def test_threads_that_do_not_come(kernel):
-    with pytest.raises(RuntimeError, match="alone: block 0: 40 threads wait for others that do not come"):
-        kernel("alone", 1, emulator.zeros(1, np.int32))
-
-
-@pytest.mark.parametrize("name", ["branches", "shuffles", "distances", "widths"])
-def test_threads_that_meet_in_different_functions(kernel, name):
-    with pytest.raises(RuntimeError, match="threads meet in different functions"):
-        kernel(name, 1, emulator.zeros(1, np.int32))
+    launch("lanes", 1, array[:64], 0.0)
+    lane = np.arange(64) % 32
+    expected = np.where(lane < 3, lane, lane - 3) + 100 * (lane ^ 16) + 10000 * 11
+    np.testing.assert_array_equal(array[:64].get(), expected)
 
 
 def test_waiting_for_the_device(place):
     if not place.emulated:
         pytest.skip("about the emulation only")
-    array = emulator.zeros(3, np.int64)
+    array = place.zeros(3, np.int64)
     for wait in (lambda: array.get(), lambda: int(array[0]), lambda: bool(array[0]), lambda: array[0].item()):
         wait()
-        with emulator.no_synchronisation(), pytest.raises(RuntimeError, match="the host waits"):
+        with place.quiet(), pytest.raises(RuntimeError, match="the host waits"):
             wait()
 
 

@@ -8,7 +8,6 @@ import pytest
 from device import fake_cuda
 from device.kinds import TorchMemory
 from device.steps_on_a_device import fetched, gradients_of, host, ranks_of, reduced
-from marks import slow
 
 import mpicomp
 from mpicomp.errors import NonFiniteError
@@ -17,19 +16,26 @@ from mpicomp.job import stop
 from mpicomp.mpi import LocalWorld
 
 SHAPES = {"first": (40, 25), "second": (7,), "third": (3, 5, 2)}
-# The sum stays; the mean is left in its place; the residual is; messages are decoded by all.
-KINDS = [
-    (mpicomp.TopK(ratio=0.1), "allgather"),
-    (mpicomp.Dense(), "allreduce"),
-    (mpicomp.OneBit(), "two-phase"),
-    (mpicomp.QSGD(bits=4, rounding="nearest"), "packed-allgather"),
-    (mpicomp.Dense(), "ring"),
+KINDS = [  # with kernels of the host, or emulated ones
+    ("host", mpicomp.TopK(ratio=0.1), "allgather"),  # the sum stays
+    ("emulated", mpicomp.TopK(ratio=0.1), "allgather"),  # the launch of the mean subtracts what was sent
+    ("host", mpicomp.Dense(), "allreduce"),  # the mean is left in the sum's place
+    ("host", mpicomp.OneBit(), "two-phase"),  # the residual is
+    ("host", mpicomp.QSGD(bits=4, rounding="nearest"), "packed-allgather"),  # messages are decoded by all
+    ("host", mpicomp.Dense(), "ring"),
 ]
 
 
-@pytest.fixture(params=["lazy", slow("random")])
-def cupy(request, monkeypatch):
-    return fake_cuda.install(monkeypatch, request.param)
+@pytest.fixture
+def of_kernels(request, monkeypatch):
+    """Return a function that returns the stand-in with kernels of the host, or emulated ones."""
+
+    def install(kernels):
+        if kernels == "emulated":
+            request.getfixturevalue("emulated")
+        return fake_cuda.install(monkeypatch, "lazy", kernels == "emulated")
+
+    return install
 
 
 def viewed(size, *settings, **more):
@@ -54,8 +60,9 @@ def stepped(ranks, step, cupy):
     return ranks.reduce(put(ranks, [gradients_of(rank, step, SHAPES) for rank in range(len(ranks.reducers))], cupy))
 
 
-@pytest.mark.parametrize(("compressor", "collective"), KINDS, ids=str)
-def test_views_have_the_bits_of_the_host(compressor, collective, cupy):
+@pytest.mark.parametrize(("kernels", "compressor", "collective"), KINDS, ids=str)
+def test_views_have_the_bits_of_the_host(kernels, compressor, collective, of_kernels):
+    cupy = of_kernels(kernels)
     there, here = viewed(3, compressor, collective), ranks_of(3, compressor, collective)
     for step in range(4):
         means = stepped(there, step, cupy)
@@ -72,9 +79,10 @@ def test_views_have_the_bits_of_the_host(compressor, collective, cupy):
             np.testing.assert_equal(there.residuals(name), here.residuals(name))
 
 
-@pytest.mark.parametrize(("compressor", "collective"), KINDS[:3], ids=str)
+@pytest.mark.parametrize(("kernels", "compressor", "collective"), KINDS[:4], ids=str)
 @pytest.mark.parametrize("nonfinite", ["skip", "raise"])
-def test_undone_step_leaves_gradients_and_residuals(compressor, collective, nonfinite, cupy):
+def test_undone_step_leaves_gradients_and_residuals(kernels, compressor, collective, nonfinite, of_kernels):
+    cupy = of_kernels(kernels)
     ranks = viewed(2, compressor, collective, nonfinite=nonfinite)
     for step in range(3):
         stepped(ranks, step, cupy)
@@ -94,9 +102,10 @@ def test_undone_step_leaves_gradients_and_residuals(compressor, collective, nonf
     np.testing.assert_equal(*fetched(stepped(ranks, 4, cupy)))
 
 
-@pytest.mark.parametrize(("compressor", "collective"), KINDS, ids=str)
-def test_stale_step_loses_nothing(compressor, collective, cupy, monkeypatch):
+@pytest.mark.parametrize(("kernels", "compressor", "collective"), KINDS, ids=str)
+def test_stale_step_loses_nothing(kernels, compressor, collective, of_kernels, monkeypatch):
     """Buckets that were exchanged before one rank asks all of them to agree: gradients plus residuals are conserved."""
+    cupy = of_kernels(kernels)
     ranks = viewed(2, compressor, collective)
     for step in range(5):
         gradients = [gradients_of(rank, step, SHAPES) for rank in range(2)]
@@ -116,7 +125,7 @@ def test_stale_step_loses_nothing(compressor, collective, cupy, monkeypatch):
 
 def test_gradients_elsewhere_and_in_other_places_are_copied(cupy):
     """A gradient outside its bucket, and one that lies where another one is summed."""
-    there, here = viewed(1, *KINDS[0]), ranks_of(1, *KINDS[0])
+    there, here = viewed(1, *KINDS[0][1:]), ranks_of(1, *KINDS[0][1:])
     shapes = {"first": (30,), "second": (30,)}
     for step in range(4):
         [gradients] = [gradients_of(0, step, shapes)]

@@ -5,13 +5,12 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from device import emulator, fake_cuda
+from device import emulator
 from device.kinds import largest
 from marks import slow
 from mpicomp.kernels import gpu
 
 import mpicomp
-from mpicomp import kernels
 from mpicomp.compressors.accumulated import TRAILER, Accumulated, Piece, Velocity
 from mpicomp.compressors.context import Context
 from mpicomp.gpu.cuda import CudaDevice
@@ -35,11 +34,10 @@ def alike(first, second):
 
 
 @pytest.fixture
-def opaque(monkeypatch):
-    cupy = fake_cuda.install(monkeypatch)
+def opaque(eager):
     gpu = CudaDevice(0)
     with gpu.active():
-        yield SimpleNamespace(cupy=cupy, device=gpu)
+        yield SimpleNamespace(cupy=eager, device=gpu)
 
 
 LISTED = [  # with the most reads that a step may take, after the first ones
@@ -125,36 +123,11 @@ def test_positions_are_those_of_the_host(opaque, compressor):
 # The kernels of a device.
 
 
-class There(Device):
-    """Where the fixture's kernels run, as a device that counts what it reads."""
-
-    def __init__(self, place):
-        self.place, self.reads = place, 0
-
-    def empty(self, size, dtype):
-        return self.place.empty(size, dtype)
-
-    def zeros(self, size, dtype):
-        return self.place.zeros(size, dtype)
-
-    def to_python(self, *values):
-        self.reads += 1
-        return [value.item() if hasattr(value, "item") else value for value in values]
-
-    def to_device(self, array):
-        return self.place.put(array) if isinstance(array, np.ndarray) else array
-
-
 @pytest.fixture
-def there(place, monkeypatch):
-    if place.emulated:
-        # What these kernels do without, and arrays of CuPy have.
-        flags = property(lambda self: self._host.flags)
-        monkeypatch.setattr(emulator.ndarray, "flags", flags, raising=False)
-        monkeypatch.setattr(emulator.ndarray, "copy", lambda self: emulator.asarray(self._host), raising=False)
-        monkeypatch.setitem(kernels._modules, emulator.ndarray, gpu)
-    made = There(place)
-    with activated(made):
+def there(place):
+    made = CudaDevice(0)
+    made.place = place
+    with made.active():
         yield made
 
 

@@ -5,7 +5,6 @@ import threading
 
 import numpy as np
 import pytest
-from device import fake_cuda
 
 import mpicomp
 from mpicomp import Reducer, TopK
@@ -89,18 +88,16 @@ def test_gradients_are_copied_by_the_thread_that_passes_them(copying):
 
 
 @pytest.mark.parametrize(("version", "streams"), [(2, {1}), (3, set())])
-def test_arrays_that_name_no_stream(monkeypatch, version, streams):
+def test_arrays_that_name_no_stream(eager, version, streams):
     """Version 2 knows none, so the legacy stream is waited for; with None there is nothing to wait for."""
-    cupy = fake_cuda.install(monkeypatch)
-    array = cupy.asarray(np.arange(6, dtype=np.float32))
-    cupy.version = version
-    with cupy.stream(None):
+    array = eager.asarray(np.arange(6, dtype=np.float32))
+    eager.version = version
+    with eager.stream(None):
         assert arrays.streams_of([array]) == streams
 
 
-def test_stream_0_is_refused(monkeypatch):
-    cupy = fake_cuda.install(monkeypatch)
-    array = cupy.asarray(np.ones(3, np.float32))
+def test_stream_0_is_refused(eager):
+    array = eager.asarray(np.ones(3, np.float32))
     expected = r"device: .* must name its stream as None, 1, 2 or an address, got 0"
-    with cupy.stream(0), pytest.raises(ArrayTypeError, match=expected):
+    with eager.stream(0), pytest.raises(ArrayTypeError, match=expected):
         arrays.streams_of([array])

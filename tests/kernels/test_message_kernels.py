@@ -6,9 +6,10 @@ import warnings
 import numpy as np
 import pytest
 from device import emulator
+from marks import slow
+from mpicomp.kernels import gpu
 
 from mpicomp.compressors import Selection
-from mpicomp.compressors.wire import Wire, compact, sparse_bytes, sparse_parts, write_pairs, write_sparse
 
 COUNTS = [(), (0,), (1,), (31, 31), (33, 33, 33), (1000, 0, 7), (5000, 5000), (9, 8, 7, 3000, 1), (600,) * 5]
 NUMEL = 6000
@@ -87,51 +88,6 @@ def test_a_header_of_numbers_of_other_types(gpu_kernels):
     assert struct.unpack("<Qdd", message.tobytes()) == (256, 2.0, 1.5)
 
 
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
-@pytest.mark.parametrize("size", [0, 1, 2, 255, 5001])
-@pytest.mark.parametrize(("indices", "finite"), [("plain", True), ("elias-fano", False), ("elias-fano", True)])
-def test_a_message_in_one_launch_is_that_of_the_host(place, dtype, size, indices, finite):
-    """Counted by the host, or by the device, which then chooses the format of indices itself."""
-    rng, wire = np.random.default_rng(size), Wire(indices=indices)
-    values, numel = rng.normal(size=size).astype(dtype), (3 if indices == "plain" else 100) * size + 1
-    indices = np.sort(rng.choice(numel, size, replace=False)).astype(np.uint32)
-    energy = 2 * float(np.square(values, dtype=np.float64).sum()) + 1
-    expected = np.full(sparse_bytes(size, numel, values.dtype, wire), 7, np.uint8)
-    write_sparse(expected, Selection(indices, values), numel, wire, 2, energy, values, finite)
-    message = place.put(np.full(expected.size, 7, np.uint8))
-    there, energy_there = Selection(place.put(indices), place.put(values)), place.scalar(energy, np.float64)
-    emulator.launches.clear()
-    with place.quiet():
-        write_sparse(message, there, numel, wire, 2, energy_there, there.values, place.scalar(finite, np.bool_))
-    assert launched(place, "write_pairs")
-    messages = [message.get()]
-    if compact(size, numel) == wire.indices:
-        room = place.put(np.full(expected.size + 8, 7, np.uint8))
-        there = Selection(*(place.put(np.append(array, array[:1])) for array in (indices, values)))
-        count, finite = place.scalar(size, np.int64), place.scalar(finite, np.bool_)
-        with place.quiet():
-            write_pairs(room, there, count, numel, "auto", 2, energy_there, finite)
-        messages.append(room.get()[: expected.size])
-        assert (room.get()[expected.size :] == 7).all()
-    for found in messages:
-        np.testing.assert_array_equal(found[:16], expected[:16])
-        np.testing.assert_allclose(found[16:24].view(np.float64), expected[16:24].view(np.float64), rtol=1e-12)
-        np.testing.assert_array_equal(found[24:], expected[24:])
-
-
-@pytest.mark.parametrize("place_of_fault", [0, 700])
-def test_no_code_is_sent_of_indices_that_do_not_ascend(place, place_of_fault):
-    numel, wire = 100_000, Wire(indices="elias-fano")
-    indices = np.arange(3, numel, 100, dtype=np.uint32)
-    indices[[place_of_fault, place_of_fault + 1]] = indices[[place_of_fault + 1, place_of_fault]]
-    values = np.ones(indices.size, np.float32)
-    message = place.put(np.full(sparse_bytes(indices.size, numel, values.dtype, wire), 7, np.uint8))
-    there = Selection(place.put(indices), place.put(values))
-    write_sparse(message, there, numel, wire, 0, 1e6, there.values)
-    start, _ = sparse_parts(indices.size, numel, values.dtype, wire.values, wire.indices)
-    assert not message.get()[start:].any()
-
-
 @pytest.mark.parametrize("on_device", [False, True])
 @pytest.mark.parametrize("numbers", [(True, False, 1e300, 0.1), (False, True, np.nan, -np.inf), (True, True, 0.0, 3.5)])
 def test_a_tail_is_numbers(kernels, dtype, on_device, numbers):
@@ -194,6 +150,28 @@ def test_sums_of_selections_round_in_their_order(kernels, dtype, stored, counts)
     assert kernels.sparse_add(messages, values_at, messages, indices_at, counts, stored, 1 / 3, out)
     assert len(emulator.launches) <= 1
     assert out.tobytes() == expected.tobytes()
+
+
+@pytest.mark.parametrize("dtype", [np.float32, slow(np.float64)])
+@pytest.mark.parametrize("sent", [0, 1, 700])
+def test_a_sum_subtracts_a_selection_from_another_array(place, dtype, sent):
+    """The sum of a mean, and the residual of what this rank has sent."""
+    rng = np.random.default_rng(sent)
+    messages, values_at, indices_at, selections = laid_out(rng, (600, 600), np.dtype(dtype).name)
+    out, left = rng.normal(size=(2, NUMEL)).astype(dtype)
+    chosen = np.sort(rng.choice(NUMEL, sent, replace=False)).astype(np.uint32)
+    there = place.put(messages), place.put(out), place.put(left)
+    subtracted = Selection(place.put(chosen), place.put(left[chosen] / 2))
+    emulator.launches.clear()
+    with place.quiet():
+        arguments = values_at, there[0], indices_at, (600, 600), np.dtype(dtype).name, 0.5
+        good = gpu.sparse_add_and_subtract(there[0], *arguments, there[1], subtracted, there[2])
+    assert launched(place, "sparse_add")
+    assert good
+    expected = left.copy()
+    expected[chosen] -= left[chosen] / 2
+    np.testing.assert_array_equal(there[2].get(), expected)
+    np.testing.assert_array_equal(there[1].get(), added(selections, 0.5, out))
 
 
 @pytest.mark.parametrize("counts", [(40, 40, 40), (40, 3, 0)])

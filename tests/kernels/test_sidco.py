@@ -6,7 +6,7 @@ import sys
 import numpy as np
 import pytest
 from device import emulator
-from device.kinds import check_statistics, largest, next_bound
+from device.kinds import Outgoing, check_statistics, largest, next_bound
 from marks import slow
 from mpicomp.kernels import gpu
 from mpicomp.kernels.gpu.sidco import sampled_of
@@ -53,13 +53,14 @@ def step(place, gradient, residual, ratio, distribution, stages, bound, workspac
     dtype, k = gradient.dtype.type, num_kept(ratio, gradient.size)
     room = min(gradient.size, 4 * k + 1024)
     out = place.empty(gradient.size, dtype, shift)
-    indices, values = place.zeros(room, np.uint32), place.zeros(room, dtype)
-    count = place.zeros(1, np.int64)
+    indices, count = place.zeros(room, np.uint32), place.zeros(1, np.int64)
+    message = Outgoing(place, room, gradient.size, gradient.dtype)
+    output = gpu.Output(indices, message.values, count, message.form)
     there = place.put(gradient, shift), None if residual is None else place.put(residual)
     before = int(bound.get()[0])
     emulator.launches.clear()
     with place.quiet():
-        estimate = gpu.sidco(*there, out, k, distribution, stages, bound, (indices, values, count), workspace, bound)
+        estimate = gpu.sidco(*there, out, k, distribution, stages, bound, output, workspace, bound)
     if place.emulated:
         assert len(emulator.launches) == launches(gradient.size, dtype, stages)
     with np.errstate(all="ignore"):
@@ -77,7 +78,7 @@ def step(place, gradient, residual, ratio, distribution, stages, bound, workspac
         assert taken.size > 0 or not total.any()
     assert count.get()[0] == taken.size
     np.testing.assert_array_equal(indices.get()[: taken.size], taken)
-    np.testing.assert_array_equal(values.get()[: taken.size], total[taken])
+    message.check(total, taken)
     assert not indices.get()[taken.size :].any()
     np.testing.assert_array_equal(out.get(), total)
     seen = float(place.seen(np.asarray(threshold)))
@@ -190,16 +191,18 @@ def test_what_cannot_be_estimated_is_selected_exactly(place, dtype, distribution
 def test_what_does_not_fit_is_refused(place):
     workspace, bound = gpu.Workspace(10, 10, np.float32), place.zeros(1, np.uint64)
     array, count = place.zeros(10, np.float32), place.zeros(1, np.int64)
-    indices, values = place.zeros(10, np.uint32), place.zeros(10, np.float32)
+    output = gpu.Output(place.zeros(10, np.uint32), place.zeros(10, np.float32), count)
     with pytest.raises(ValueError, match="exponential, pareto, got 'normal'"):
-        gpu.sidco(array, None, array, 1, "normal", 1, bound, (indices, values, count), workspace, bound)
+        gpu.sidco(array, None, array, 1, "normal", 1, bound, output, workspace, bound)
     with pytest.raises(ValueError, match="at least 1, got 0"):
-        gpu.sidco(array, None, array, 1, "pareto", 0, bound, (indices, values, count), workspace, bound)
+        gpu.sidco(array, None, array, 1, "pareto", 0, bound, output, workspace, bound)
     other = place.zeros(10, np.float64)
     with pytest.raises(ValueError, match="10 elements of float32, got 10 of float64"):
-        gpu.sidco(other, None, other, 1, "pareto", 1, bound, (indices, values, count), workspace, bound)
+        gpu.sidco(other, None, other, 1, "pareto", 1, bound, output, workspace, bound)
     for k in (0, 11):
         with pytest.raises(ValueError, match=f"k must be from 1 to 10, got {k}"):
-            gpu.sidco(array, None, array, k, "pareto", 1, bound, (indices, values, count), workspace, bound)
+            gpu.sidco(array, None, array, k, "pareto", 1, bound, output, workspace, bound)
     with pytest.raises(ValueError, match="room for 10 elements, got 9"):
-        gpu.sidco(array, None, array, 1, "pareto", 1, bound, (indices[:9], values[:9], count), workspace, bound)
+        gpu.sidco(
+            array, None, array, 1, "pareto", 1, bound, output._replace(indices=output.indices[:9]), workspace, bound
+        )

@@ -131,7 +131,7 @@ def test_what_kernels_name_is_what_the_host_names():
     assert f"constexpr int DIGIT = {DIGIT};" in common
     assert KINDS_OF_PIECES == {"fp16": 1, "bf16": 2}
     assert NONFINITE == 1 << 8
-    assert "constexpr u64 NONFINITE = 1ull << 8;" in (FOLDER / "message.cu").read_text()
+    assert "constexpr u64 NONFINITE = 1ull << 8;" in code_of("message")
 
 
 def test_numbers_of_the_estimate_are_those_of_the_compressor():
@@ -162,14 +162,16 @@ def test_names_are_those_of_the_cpu():
     assert set(cpu.__all__) - set(gpu.__all__) == HOST_ONLY
     assert set(gpu.__all__) - set(cpu.__all__) == {
         "Estimate",
+        "Message",
+        "Output",
         "Stats",
         "Workspace",
         "accumulate_signs",
         "compile_ahead",
         "sidco",
+        "sparse_add_and_subtract",
         "table_of",
         "topk",
-        "write_pairs",
     }
 
 

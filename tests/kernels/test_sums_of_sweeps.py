@@ -66,7 +66,7 @@ def test_memory_of_sums_serves_again(place, size):
     for _ in range(3):
         array = rng.laplace(size=max(size, 1)).astype(np.float32)
         out, chosen = place.empty(array.size, np.float32), (place.empty(1, np.uint32), place.empty(1, np.float32))
-        stats = gpu.topk(place.put(array), None, out, bound, *chosen, workspace, bound)
+        stats = gpu.topk(place.put(array), None, out, bound, gpu.Output(*chosen), workspace, bound)
         moments = gpu.accumulate(place.put(array), None, out)
         assert [x.item() for x in stats[:4]] == [x.item() for x in moments]
         assert workspace.moments.memory.view(np.uint64).get()[0] == 0

@@ -5,7 +5,7 @@ import sys
 import numpy as np
 import pytest
 from device import emulator
-from device.kinds import check_statistics, largest, magnitude_words, next_bound, word_of
+from device.kinds import Outgoing, check_statistics, largest, magnitude_words, next_bound, word_of
 from marks import slow
 from mpicomp.kernels import cpu, gpu
 
@@ -21,19 +21,20 @@ def step(place, gradient, residual, bound, k, workspace, shift=0):
     """Select on copies, check all results, and return the statistics."""
     dtype = gradient.dtype.type
     out = place.empty(gradient.size, dtype, shift)
-    indices, values = place.empty(k, np.uint32), place.empty(k, dtype)
+    indices, message = place.empty(k, np.uint32), Outgoing(place, k, gradient.size, gradient.dtype)
+    output = gpu.Output(indices, message.values, message=message.form)
     there = place.put(gradient, shift), None if residual is None else place.put(residual)
     before = int(bound.get()[0])
     emulator.launches.clear()
     with place.quiet():
-        stats = gpu.topk(*there, out, bound, indices, values, workspace, bound)
+        stats = gpu.topk(*there, out, bound, output, workspace, bound)
     if place.emulated:
         assert len(emulator.launches) == LAUNCHES[dtype]
     with np.errstate(all="ignore"):
         total = gradient if residual is None else gradient + residual
     expected = largest(total, k)
     np.testing.assert_array_equal(indices.get(), expected)
-    np.testing.assert_array_equal(values.get().view(word_of(dtype)), total[expected].view(word_of(dtype)))
+    message.check(total, expected)
     np.testing.assert_array_equal(out.get().view(word_of(dtype)), total.view(word_of(dtype)))
     smallest = np.sort(magnitude_words(total))[total.size - k]
     assert stats.threshold.item() == smallest
@@ -49,12 +50,12 @@ def test_the_next_bound_goes_where_it_is_wanted(place):
     array, k = np.random.default_rng(0).laplace(size=9001).astype(np.float32), 90
     workspaces = [gpu.Workspace(array.size, 4 * k, np.float32) for _ in range(2)]
     bound, following, in_place = (place.zeros(1, np.uint64) for _ in range(3))
-    indices, values = place.empty(k, np.uint32), place.empty(k, np.float32)
+    output = gpu.Output(place.empty(k, np.uint32), place.empty(k, np.float32))
     for _ in range(2):
         before, out = bound.get()[0], place.empty(array.size, np.float32)
-        gpu.topk(place.put(array), None, out, bound, indices, values, workspaces[0], following)
+        gpu.topk(place.put(array), None, out, bound, output, workspaces[0], following)
         assert bound.get()[0] == before
-        gpu.topk(place.put(array), None, out, in_place, indices, values, workspaces[1], in_place)
+        gpu.topk(place.put(array), None, out, in_place, output, workspaces[1], in_place)
         assert following.get()[0] == in_place.get()[0] > 0
         bound, following = following, bound
 
@@ -161,10 +162,10 @@ def test_addresses_that_are_not_multiples_of_16(place, dtype):
 def test_what_does_not_fit_is_refused(place):
     workspace, bound = gpu.Workspace(100, 10, np.float32), place.zeros(1, np.uint64)
     array = place.zeros(100, np.float32)
-    indices, values = place.empty(101, np.uint32), place.empty(101, np.float32)
+    output = gpu.Output(place.empty(101, np.uint32), place.empty(101, np.float32))
     with pytest.raises(ValueError, match="from 1 to 100, got 101"):
-        gpu.topk(array, None, array, bound, indices, values, workspace, bound)
+        gpu.topk(array, None, array, bound, output, workspace, bound)
     with pytest.raises(ValueError, match="100 elements of float32, got 99"):
-        gpu.topk(array[1:], None, array[1:], bound, indices[:1], values[:1], workspace, bound)
+        gpu.topk(array[1:], None, array[1:], bound, output, workspace, bound)
     with pytest.raises(ValueError, match="below 2\\*\\*32"):
         gpu.Workspace(2**32, 10, np.float32)
