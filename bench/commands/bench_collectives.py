@@ -19,10 +19,6 @@ _COLUMNS = table_columns(
     "compressor ratio:g collective numel:d median_s:.4g low_s:.4g high_s:.4g samples:d stopped predicted_s:.4g "
     "speedup:.2f wire_bytes:.0f gain:.3f error:.1e compress_s:.3g exchange_s:.3g decode_s:.3g choosing_s:.2g"
 )
-_BOUND_COLUMNS = table_columns(
-    "field relative:g numel:d median_s:.4g ring_s:.4g allreduce_s:.4g samples:d over_ring:.2f over_allreduce:.2f "
-    "wire_less:.1f largest:.3f"
-)
 _AUTO_COLUMNS = table_columns(
     "compressor ratio:g numel:d chosen median_s:.4g best best_s:.4g regret:+.1% regret_low:+.1% regret_high:+.1% "
     "best_dense best_dense_s:.4g behind_dense:+.1% mpi_s:.4g"
@@ -40,12 +36,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--compressor", metavar="A[,..]", help="names from `mpicomp list`, or configurations as JSON (topk)"
     )
     parser.add_argument("--ratio", default="0.01", metavar="R[,..]", help="kept fractions (%(default)s)")
-    parser.add_argument(
-        "--error",
-        metavar="E[,..]",
-        help="time mpicomp.allreduce(array, error=) instead, with a bound of E times the range of a smooth "
-        "field, a turbulent one, noise and gradients, in turn with a dense ring and the library's Allreduce",
-    )
     parser.add_argument(
         "--collective",
         metavar="X[,..]",
@@ -89,7 +79,6 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.known is not None and arguments.calibrate is not None:
         raise ConfigurationError(f"{_COMMAND}: --calibrate measures the model that --from reads; give one of them")
     check_writable(_COMMAND, arguments.json, arguments.calibrate)
-    errors = _errors(arguments)
 
     from mpicomp.bench import devices
 
@@ -103,8 +92,6 @@ def run(arguments: argparse.Namespace) -> int:
 
     transport = MPITransport()
     try:
-        if errors:
-            return _measure_bounds(arguments, numels, errors, transport)
         device = run_collectively(lambda: devices.device_on(_COMMAND, gpu), transport, _COMMAND) if on_gpu else HOST
         model = None
         if arguments.known is not None:
@@ -126,46 +113,6 @@ def run(arguments: argparse.Namespace) -> int:
     finally:
         transport.close()
     return printer.end(found)
-
-
-def _errors(arguments: argparse.Namespace) -> list[float]:
-    from mpicomp.cli.options import read_list
-    from mpicomp.errors import ConfigurationError
-
-    if arguments.error is None:
-        return []
-    if arguments.compressor or arguments.collective or arguments.known or arguments.calibrate:
-        raise ConfigurationError(f"{_COMMAND}: --error measures one exchange; leave out --compressor and others")
-    if arguments.device == "gpu":
-        raise ConfigurationError(f"{_COMMAND}: --error takes arrays of the host; leave out --device gpu")
-    try:
-        errors = [float(word) for word in read_list(arguments.error)]
-    except ValueError:
-        errors = []
-    if not errors or not all(0 < error < 1 for error in errors):
-        raise ConfigurationError(
-            f"{_COMMAND}: --error must be numbers above 0 and below 1, separated by commas, got {arguments.error!r}"
-        )
-    return errors
-
-
-def _measure_bounds(
-    arguments: argparse.Namespace, numels: Sequence[int], errors: Sequence[float], transport: "Transport"
-) -> int:
-    from mpicomp.bench.bounded_sums import Settings, measure
-    from mpicomp.bench.measure import results
-
-    printer = _Printer(arguments, transport, "cpu")
-    found = measure(Settings(numels, errors, arguments.limit), transport, printer.print_root)
-    printer.write(found)
-    wrong = [row for row in found if not row["correct"]]
-    if printer.first:
-        print()
-        results.show(found, _BOUND_COLUMNS)
-        for row in wrong:
-            off = f"off by {row['largest']:.3g} bounds, or bits differ"
-            print(f"\nWRONG: {row['field']} with {row['numel']} elements: {off}")
-    return int(bool(wrong))
 
 
 def _collectives(text: str | None, compressors: Sequence["Compressor"]) -> tuple[list[str] | None, bool]:

@@ -2,12 +2,10 @@
 
 import importlib.util
 import json
-import sys
 
 import pytest
 from marks import slow
 
-from mpicomp.bounded import allreduce
 from mpicomp.cli import main
 
 KERNELS = ["bench", "kernels", "--numel", "3000", "--ratio", "0.1", "--repeats", "2"]
@@ -120,39 +118,6 @@ def test_collectives_are_timed_and_printed_once(mpiexec, tmp_path, ranks):
     assert done.stdout.count("# mpicomp topk at ratio 0.1, allgather: float32") == 1
     header = next(line.split() for line in done.stdout.splitlines() if line.startswith("compressor"))
     assert header[:5] == ["compressor", "ratio", "collective", "numel", "median_s"]
-
-
-def test_bounds_are_timed_beside_dense_sums(mpiexec, tmp_path):
-    path = tmp_path / "out.json"
-    words = ["bench", "collectives", "--error", "1e-2,1e-4", "--numel", "3001", "--limit", "0.01", "--json", path]
-    done = mpiexec(2, "-m", "mpicomp", *words, timeout=100)
-    assert done.returncode == 0, done.stderr
-    rows = json.loads(path.read_text())["rows"]
-    assert [(row["field"], row["relative"]) for row in rows] == [
-        (field, error) for field in ("smooth", "turbulence", "noise", "gradient") for error in (1e-2, 1e-4)
-    ]
-    assert all(row["correct"] and 0.5 < row["largest"] <= 1 for row in rows)
-    for coarse, fine in zip(rows[::2], rows[1::2], strict=True):
-        assert coarse["error"] == pytest.approx(100 * fine["error"])
-        assert coarse["wire_less"] > fine["wire_less"] > 1
-        assert coarse["over_ring"] == pytest.approx(coarse["ring_s"] / coarse["median_s"])
-
-
-def test_broken_bound_ends_with_status_1(capsys, monkeypatch):
-    def off(array, compressor, error, op, out, group):
-        out[:] = array + 1.01 * error
-        yield from ()
-
-    monkeypatch.setattr(allreduce, "bounded_rounds", off)
-    monkeypatch.delitem(sys.modules, "mpicomp.bench.bounded_sums", raising=False)
-    assert main(["bench", "collectives", "--error", "0.01", "--numel", "100", "--limit", "0.01"]) == 1
-    assert capsys.readouterr().out.count("WRONG") == 4
-
-
-@pytest.mark.parametrize("words", [["--error", "0"], ["--error", "x"], ["--error", "0.1", "--compressor", "topk"]])
-def test_bound_that_means_nothing_is_refused(words, capsys):
-    assert main(["bench", "collectives", *words]) == 2
-    assert "--error" in capsys.readouterr().err
 
 
 @pytest.mark.slow

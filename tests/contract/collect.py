@@ -38,13 +38,11 @@ MODULES = [
     "mpicomp.torch",
 ]
 COLLECTIVES = ["--compressor", "dense,topk", "--ratio", "0.1", "--collective", "allgather,allreduce,auto"]
-BOUNDS = ["--error", "0.01", "--limit", "0.1"]
 OUTPUTS = {
     "doctor": ["doctor", "--json"],
     "list": ["list", "--json"],
     "bench kernels": ["bench", "kernels", "--numel", "1000", "--ratio", "0.1", "--json", "{file}"],
     "bench collectives": ["bench", "collectives", "--numel", "1000", *COLLECTIVES, "--json", "{file}"],
-    "bench bounds": ["bench", "collectives", "--numel", "1000", *BOUNDS, "--json", "{file}"],
     "train": ["train", "--task", "digits", "--compressor", "topk", "--steps", "5", "--json", "{file}"],
     "train metrics": ["train", "--task", "digits", "--compressor", "topk", "--steps", "5", "--metrics", "{file}"],
 }
