@@ -13,7 +13,7 @@ from mpicomp.bench.measure.metrics import MetricsWriter
 from mpicomp.bench.measure.probe import Probe, probe, probe_dense
 from mpicomp.bench.measure.progress import Progress
 from mpicomp.bench.measure.run_fields import PHASES, RunObject
-from mpicomp.bench.measure.timings import Slowest, gather, means_between
+from mpicomp.bench.measure.timings import gather, means_between, slowest_rank
 from mpicomp.bench.tasks import Task
 from mpicomp.bench.trainer import CPU, MpicompReplica, StepTimes, threads_of_rank, train
 
@@ -308,7 +308,7 @@ class _Recording:
             exchange_s, dense_step_s = estimate(late_step_s, phases, exchange_probe, dense_probe, made / len(ends))
             advised = advice_of_run(replica, dense_step_s - dense_probe.seconds, late_step_s)
         sent, wire, dense_wire = gather(self._bytes, transport).mean(axis=0).round().astype(int).tolist()
-        slowest = Slowest.of(timed[:, :, 0] - timed[:, :, 1 + PHASES.index("exchange")])
+        slowest, costs_s = slowest_rank(timed[:, :, 0] - timed[:, :, 1 + PHASES.index("exchange")])
         plans, parameters = choices.plans(), sum(parameter.numel() for parameter in replica.parameters)
         run = RunObject(
             **self._settings_of_run(task),
@@ -326,8 +326,8 @@ class _Recording:
             dense_exchange_s=None if dense_probe is None else dense_probe.seconds,
             dense_collective=None if dense_probe is None else dense_probe.collective,
             dense_step_s=dense_step_s,
-            slowest_rank=None if slowest is None else slowest.rank,
-            slowest_costs_s=None if slowest is None else slowest.costs_s,
+            slowest_rank=slowest,
+            slowest_costs_s=costs_s,
             gain=float(np.mean(self._gains)) if self._gains else None,
             delay=delay,
             ratios={
@@ -340,10 +340,10 @@ class _Recording:
             dense_bytes=4 * parameters // settings.shard * made,
             once_bytes=self._once_bytes,
         )  # fmt: skip
+        timed_steps = made - skipped
         return Trained(
-            run, adapts, compressor, made - skipped, late_step_s, plans, late_plans, exchange_probe,
-            dense_probe, slowest, advised,
-        )  # fmt: skip
+            run, adapts, compressor, timed_steps, late_step_s, plans, late_plans, exchange_probe, dense_probe, advised
+        )
 
     def _settings_of_run(self, task: Task) -> dict[str, Any]:
         settings = self._settings
@@ -391,8 +391,6 @@ class Trained:
     # The run's exchange and the fastest dense one by themselves; None where they were not asked for
     exchange_probe: Probe | None = None
     dense_probe: Probe | None = None
-    # The rank that the others waited for, over the steps that are timed; None where there is one rank
-    slowest: Slowest | None = None
     advice: str | None = None  # `mpicomp.forecast.advice`
 
 
@@ -440,12 +438,6 @@ def judge(trained: Trained, dense: RunObject | None = None) -> str:
         )
     if trained.advice is not None:
         parts.append(trained.advice)
-    slowest = trained.slowest
-    if slowest is not None and slowest.matters(run.median_step_s, _NOISE):
-        parts.append(
-            f"rank {slowest.rank} is slow: a step takes it {slowest.costs_s:.3f} s more work than the middle rank, and "
-            "the others wait for it"
-        )
     return "; ".join(parts)
 
 

@@ -95,10 +95,7 @@ class RunObject(msgspec.Struct, kw_only=True):
     dense_collective: Annotated[str | None, "the dense collective that was fastest there"]
     dense_step_s: Annotated[float | None, "estimate of a step with dense exchange, which the verdict uses"]
     slowest_rank: Annotated[int | None, "the rank whose steps without `exchange` take longest; null with one rank"]
-    slowest_costs_s: Annotated[
-        float | None,
-        "mean by which its steps take longer than those of the middle rank; the verdict names it above 3 % of a step",
-    ]
+    slowest_costs_s: Annotated[float | None, "mean by which its steps take longer than those of the middle rank"]
     gain: Annotated[float | None, "mean of the buckets' gains"]
     delay: Annotated[
         float | None,

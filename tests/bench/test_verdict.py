@@ -1,15 +1,11 @@
 """Verdicts on outcomes that are made up, compared with tests/golden/verdict.txt."""
 
-import dataclasses
-
-import numpy as np
 import pytest
 import recordings
 from golden import check_golden
 from mpicomp.bench.measure.chosen_plans import Ran
 from mpicomp.bench.measure.probe import Probe
 from mpicomp.bench.measure.run_fields import PHASES, RunObject
-from mpicomp.bench.measure.timings import Slowest
 from mpicomp.bench.train import Trained, estimate, judge, table
 
 import mpicomp
@@ -37,7 +33,7 @@ def outcome(value=0.9, **changed):
     besides = {
         "adapts": False, "compressor": TOPK, "steps_timed": 95, "late_step_s": 0.12, "plans": [plan],
         "late_plans": [plan], "exchange_probe": Probe("allgather", 0.02, 0.011, 5),
-        "dense_probe": Probe("ring", 0.2, 0.2, 5), "slowest": None,
+        "dense_probe": Probe("ring", 0.2, 0.2, 5),
     }  # fmt: skip
     besides |= {name: changed.pop(name) for name in besides if name in changed}
     exchange, dense = besides["exchange_probe"], besides["dense_probe"]
@@ -55,10 +51,6 @@ def dense(*plans, **changed):
     return outcome(**{"compressor": DENSE, "plans": plans, "late_plans": plans} | changed)
 
 
-def slow_rank(costs_s):
-    return outcome(slowest=Slowest(2, costs_s, 0.0001))
-
-
 FEW = [ran(DENSE, 0.5), ran(DENSE, 0.2, "allreduce"), ran(TOPK, 0.3, "oktopk")]
 SLOW = phases(compute=0.1, exchange=0.2)  # dense at first: the median of all steps says nothing of the later ones
 CASES = {
@@ -74,8 +66,6 @@ CASES = {
     "no dense exchange": outcome(exchange_probe=None, dense_probe=None),
     "nothing is late": dense(delay=0),
     **{f"delay {delay}": outcome(delay=delay) for delay in (0.0, 0.0004, 0.163, 53.2, 1234.5, None)},
-    "slow rank": slow_rank(0.05),
-    "slow rank, hardly": slow_rank(0.003),
 }
 
 
@@ -92,18 +82,3 @@ def test_dense_step_is_the_rest_and_the_dense_exchange():
     exchange, dense = Probe("allgather", 0.02, 0.011, 5), Probe("ring", 0.2, 0.2, 5)
     assert estimate(0.12, parts, exchange, dense) == pytest.approx((0.02, 0.1 + 0.2))
     assert estimate(0.05, parts, exchange, dense, every=11.0) == pytest.approx((0.01, 0.1 + 0.2))  # computing is left
-
-
-def test_slow_rank_is_found_unless_by_chance():
-    rng = np.random.default_rng(0)
-    compute_s = 0.1 + 0.01 * rng.random((4, 40))
-    assert not Slowest.of(compute_s).matters(0.12, 0.03)
-    compute_s[2] += 0.05
-    slowest = Slowest.of(compute_s)
-    assert (slowest.rank, slowest.costs_s) == (2, pytest.approx(0.05, abs=0.005))
-    assert slowest.matters(0.12, 0.03)
-    assert not dataclasses.replace(slowest, costs_s=0.003).matters(0.12, 0.03)
-    once = 0.1 + np.zeros((2, 40))
-    once[1, 7] = 2.0  # a single pause
-    assert not Slowest.of(once).matters(0.12, 0.03)
-    assert Slowest.of(compute_s[:1]) is None

@@ -55,7 +55,7 @@ raise SystemExit(main(["train", "--task", "digits", "--compressor", "topk", "--s
 
 @pytest.mark.slow
 @pytest.mark.parametrize("more", [[], ["--exchange", "updates", "--every", "2"]], ids=str)
-def test_verdict_names_the_slow_rank(mpiexec, tmp_path, more):
+def test_outcome_of_train_names_the_slow_rank(mpiexec, tmp_path, more):
     pytest.importorskip("torch")
     pytest.importorskip("sklearn")
     file = tmp_path / "o.json"
@@ -64,7 +64,6 @@ def test_verdict_names_the_slow_rank(mpiexec, tmp_path, more):
     outcome = json.loads(file.read_text())
     assert outcome["slowest_rank"] == 1
     assert 0.025 < outcome["slowest_costs_s"] < outcome["median_step_s"] + 0.05
-    assert re.search(r"; rank 1 is slow: a step takes it 0\.\d{3} s more work than the middle rank", done.stdout)
 
 
 STEPS = """
