@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Annotated, Any, TypedDict
 
 import numpy as np
 from mpicomp.bench.measure.feedback import DTYPE, Gradients, Selecting, Settled, steps_to_settle
@@ -27,22 +27,22 @@ _WARM_STEPS = 20  # of a compressor at full length that are not timed: it finds 
 _SLOW = 20  # copies from which on a kernel is repeated less often
 
 
-KERNEL_ROW = {
-    "name": ("string", "operation"),
-    "numel": ("integer", "length of the array"),
-    "ratio": ("number or null", "kept fraction that was asked for; null where there is none"),
-    "median_s": ("number", "median"),
-    "copies": ("number", "`median_s` over that of `memcpy`"),
-    "p25_s": ("number", "a quarter of the calls took less"),
-    "p75_s": ("number", "three quarters took less"),
-    "repeats": ("integer", "timed calls"),
-    "threads": ("integer or null", "that share its sweeps; null on a GPU"),
-    "behind_s": ("number or null", "median behind other work of the GPU, as of a backward pass; null on the host"),
-    "behind_copies": ("number or null", "`behind_s` over that of `memcpy`"),
-    "ratio_reached": ("number or null", "mean kept fraction of the timed calls; null where nothing is selected"),
-    "config": ("object or null", "the compressor's configuration, as `mpicomp.get_compressor` takes it"),
-}
-"""Fields of a row of ``bench kernels``, with their types in JSON and meanings."""
+class KernelRow(TypedDict):
+    """A row of ``bench kernels``."""
+
+    name: Annotated[str, "operation"]
+    numel: Annotated[int, "length of the array"]
+    ratio: Annotated[float | None, "kept fraction that was asked for; null where there is none"]
+    median_s: Annotated[float, "median"]
+    copies: Annotated[float, "`median_s` over that of `memcpy`"]
+    p25_s: Annotated[float, "a quarter of the calls took less"]
+    p75_s: Annotated[float, "three quarters took less"]
+    repeats: Annotated[int, "timed calls"]
+    threads: Annotated[int | None, "that share its sweeps; null on a GPU"]
+    behind_s: Annotated[float | None, "median behind other work of the GPU, as of a backward pass; null on the host"]
+    behind_copies: Annotated[float | None, "`behind_s` over that of `memcpy`"]
+    ratio_reached: Annotated[float | None, "mean kept fraction of the timed calls; null where nothing is selected"]
+    config: Annotated[dict[str, Any] | None, "the compressor's configuration, as `mpicomp.get_compressor` takes it"]
 
 
 @dataclass

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypedDict
 
 import numpy as np
 from mpicomp.bench.measure.intervals import block_interval, ratio_interval
@@ -37,44 +37,45 @@ of a processor's time, and the seconds of the phases of its exchange, NaN where 
 FIELDS = 8  # numbers that a rank reports of a step
 
 
-_MAYBE = "number or null"
-TRAINING_ROW = {
-    "task": ("string", "name of the task"),
-    "ranks": ("integer", "that took part"),
-    "hosts": ("integer", "that they are on"),
-    "parameters": ("integer", "of the model, float32"),
-    "batch_size": ("integer", "samples of a rank in a step"),
-    "seed": ("integer", "of the model, the batches and the schemes"),
-    "warm_up": ("integer", "steps that do not count"),
-    "quality_name": ("string", "name of `quality`"),
-    "exchange": ("string", "the name in `--exchange`"),
-    "compressor": ("string or null", "name; null where none was named"),
-    "ratio": (_MAYBE, "kept fraction that was asked for; null where there is none"),
-    "collective": ("string or null", "the one requested; null for `none` and for DDP"),
-    "overlap": ("boolean", "whether it begins during backward"),
-    "ran": ("string or null", "the plan that most buckets and steps ran; null for `none` and for DDP"),
-    "blocks": ("integer", "in which the steps that count were done"),
-    "steps": ("integer", "that count"),
-    "median_s": ("number", "median of the samples"),
-    "low_s": (_MAYBE, "lower end of its 95 % interval"),
-    "high_s": (_MAYBE, "its upper end"),
-    "mean_s": ("number", "mean of the samples"),
-    "p95_s": ("number", "95 % of the samples took no longer"),
-    "samples_per_s": ("number", "of all ranks: `batch_size ranks / median_s`"),
-    "forward_s": ("number", "median: batch and forward"),
-    "backward_s": ("number", "median: backward, and the part of the exchange during it"),
-    "after_s": ("number", "median: from the end of backward to the end of the step"),
-    "phases_s": ("object or null", "medians: `compress`, `exchange` with waiting, `decode`; null where unknown"),
-    "processor_s": ("number", "processor time of a rank in a step, all its threads; mean over ranks and steps"),
-    "wire_bytes": ("number", "that left a rank in a step, mean; of DDP those of a ring, which is gloo's way"),
-    "link_bytes": (_MAYBE, "that left a host's eth0 in a step, with headers; null outside a lab"),
-    "replicas_equal": ("boolean", "whether all ranks ended with the same parameters, bit for bit"),
-    "quality": (_MAYBE, "on held-out data, after all steps; null where ranks differ"),
-    "of_none": (_MAYBE, "`median_s` of `none` over this one; null where `none` was not run"),
-    "of_none_low": (_MAYBE, "lower end of its 95 % interval"),
-    "of_none_high": (_MAYBE, "its upper end"),
-}
-"""Fields of a row of ``bench training``, with their types in JSON and meanings."""
+class TrainingRow(TypedDict):
+    """A row of ``bench training``."""
+
+    task: Annotated[str, "name of the task"]
+    ranks: Annotated[int, "that took part"]
+    hosts: Annotated[int, "that they are on"]
+    parameters: Annotated[int, "of the model, float32"]
+    batch_size: Annotated[int, "samples of a rank in a step"]
+    seed: Annotated[int, "of the model, the batches and the schemes"]
+    warm_up: Annotated[int, "steps that do not count"]
+    quality_name: Annotated[str, "name of `quality`"]
+    exchange: Annotated[str, "the name in `--exchange`"]
+    compressor: Annotated[str | None, "name; null where none was named"]
+    ratio: Annotated[float | None, "kept fraction that was asked for; null where there is none"]
+    collective: Annotated[str | None, "the one requested; null for `none` and for DDP"]
+    overlap: Annotated[bool, "whether it begins during backward"]
+    ran: Annotated[str | None, "the plan that most buckets and steps ran; null for `none` and for DDP"]
+    blocks: Annotated[int, "in which the steps that count were done"]
+    steps: Annotated[int, "that count"]
+    median_s: Annotated[float, "median of the samples"]
+    low_s: Annotated[float | None, "lower end of its 95 % interval"]
+    high_s: Annotated[float | None, "its upper end"]
+    mean_s: Annotated[float, "mean of the samples"]
+    p95_s: Annotated[float, "95 % of the samples took no longer"]
+    samples_per_s: Annotated[float, "of all ranks: `batch_size ranks / median_s`"]
+    forward_s: Annotated[float, "median: batch and forward"]
+    backward_s: Annotated[float, "median: backward, and the part of the exchange during it"]
+    after_s: Annotated[float, "median: from the end of backward to the end of the step"]
+    phases_s: Annotated[
+        dict[str, Any] | None, "medians: `compress`, `exchange` with waiting, `decode`; null where unknown"
+    ]
+    processor_s: Annotated[float, "processor time of a rank in a step, all its threads; mean over ranks and steps"]
+    wire_bytes: Annotated[float, "that left a rank in a step, mean; of DDP those of a ring, which is gloo's way"]
+    link_bytes: Annotated[float | None, "that left a host's eth0 in a step, with headers; null outside a lab"]
+    replicas_equal: Annotated[bool, "whether all ranks ended with the same parameters, bit for bit"]
+    quality: Annotated[float | None, "on held-out data, after all steps; null where ranks differ"]
+    of_none: Annotated[float | None, "`median_s` of `none` over this one; null where `none` was not run"]
+    of_none_low: Annotated[float | None, "lower end of its 95 % interval"]
+    of_none_high: Annotated[float | None, "its upper end"]
 
 
 @dataclass(frozen=True)

@@ -173,8 +173,7 @@ def fields_table(names: list[str]) -> str:
     Parameters
     ----------
     names : list of str
-        Dotted names. Of a TypedDict or Struct the meaning is in its annotations, of another class in its docstring; a
-        study has types and meanings as a dict.
+        Dotted names. Of a TypedDict or Struct the meaning is in its annotations, of another class in its docstring.
     """
     found: dict[str, tuple[str, str]] = {}
     for name in names:
@@ -184,10 +183,8 @@ def fields_table(names: list[str]) -> str:
     return table(["field", "type", "meaning"], rows)
 
 
-def fields(cls: type | dict[str, tuple[str, str]]) -> dict[str, tuple[str, str]]:
+def fields(cls: type) -> dict[str, tuple[str, str]]:
     """Return type and meaning of each field that a class is written with."""
-    if isinstance(cls, dict):
-        return cls
     if typing.is_typeddict(cls) or issubclass(cls, msgspec.Struct):
         hints = typing.get_type_hints(cls, include_extras=True)
         return {name: (_kind(typing.get_args(hint)[0]), hint.__metadata__[0]) for name, hint in hints.items()}

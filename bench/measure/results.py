@@ -8,7 +8,7 @@ import platform
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, TypedDict
 
 from mpicomp._version import __version__
 from mpicomp.job import abort, variables, whole_file
@@ -24,41 +24,43 @@ _MORE_VARIABLES = (
 )
 
 
-WRITTEN = {
-    "schema": ("integer", "version of these tables, 1"),
-    "environment": ("object", "where it was measured"),
-    "rows": ("list of objects", "one for each that was measured"),
-}
-"""Fields of the JSON object of a benchmark, with their types and meanings."""
+class Written(TypedDict):
+    """The JSON object of a benchmark."""
 
-ENVIRONMENT = {
-    "mpicomp": ("string", "version"),
-    "python": ("string", "version"),
-    "numpy": ("string or null", "version"),
-    "numba": ("string or null", "version"),
-    "torch": ("string or null", "version; null where it is not installed"),
-    "cupy": ("string or null", "version; null without `--device gpu`"),
-    "cpu": ("string", "the processor's name"),
-    "cores": ("integer", "that this process may use"),
-    "threads": ("integer", "that were asked for"),
-    "device": ("string", "`cpu`, or the name of the GPU"),
-    "job": ("object or null", "the MPI job; null where no ranks took part"),
-}
-"""Fields of ``environment``: nothing that reveals who measured when."""
-
-JOB = {
-    "mpi": ("string", "whose library it is"),
-    "mpi_version": ("string", "its version"),
-    "ranks": ("integer", "that took part"),
-    "hosts": ("integer", "that they are on"),
-    "oversubscribed": ("boolean", "whether some host has more ranks than cores"),
-    "lab": ("boolean", "whether it was an emulated cluster"),
-    "variables": ("object", "variables of MPI, UCX, OpenMP, Slurm and mpicomp, without paths"),
-}
-"""Fields of ``job``."""
+    schema: Annotated[int, "version of these tables, 1"]
+    environment: Annotated[dict[str, Any], "where it was measured"]
+    rows: Annotated[list[dict[str, Any]], "one for each that was measured"]
 
 
-def job_environment(group: Group) -> dict[str, Any]:
+class Environment(TypedDict):
+    """The environment of a benchmark: nothing that reveals who measured when."""
+
+    mpicomp: Annotated[str, "version"]
+    python: Annotated[str, "version"]
+    numpy: Annotated[str | None, "version"]
+    numba: Annotated[str | None, "version"]
+    torch: Annotated[str | None, "version; null where it is not installed"]
+    cupy: Annotated[str | None, "version; null without `--device gpu`"]
+    cpu: Annotated[str, "the processor's name"]
+    cores: Annotated[int, "that this process may use"]
+    threads: Annotated[int, "that were asked for"]
+    device: Annotated[str, "`cpu`, or the name of the GPU"]
+    job: Annotated[dict[str, Any] | None, "the MPI job; null where no ranks took part"]
+
+
+class Job(TypedDict):
+    """The MPI job of a benchmark."""
+
+    mpi: Annotated[str, "whose library it is"]
+    mpi_version: Annotated[str, "its version"]
+    ranks: Annotated[int, "that took part"]
+    hosts: Annotated[int, "that they are on"]
+    oversubscribed: Annotated[bool, "whether some host has more ranks than cores"]
+    lab: Annotated[bool, "whether it was an emulated cluster"]
+    variables: Annotated[dict[str, Any], "variables of MPI, UCX, OpenMP, Slurm and mpicomp, without paths"]
+
+
+def job_environment(group: Group) -> Job:
     """Return the environment that the seconds of an MPI job depend on, as this rank sees it. Not collective."""
     mpi = abort.communicator_alive()
     vendor, version = ("none", ()) if mpi is None else mpi.get_vendor()
@@ -86,14 +88,14 @@ def write(
     rows: Sequence[Mapping[str, Any]],
     threads: int,
     device: str = "cpu",
-    job: Mapping[str, Any] | None = None,
+    job: Job | None = None,
 ) -> None:
     """Write rows and their environment, of versions and the processor, as one JSON object."""
     versions: dict[str, str | None] = dict.fromkeys(("numpy", "numba", "torch"))
     for name in versions:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[name] = importlib.metadata.version(name)
-    environment = {
+    environment: Environment = {
         "mpicomp": __version__,
         "python": platform.python_version(),
         **versions,

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any, TypedDict
 
 import numpy as np
 from mpicomp.bench.measure.exchanges import (
@@ -23,55 +23,55 @@ from mpicomp.bench.measure.intervals import median_interval
 
 from mpicomp.compressors import Compressor
 
-_MAYBE = "number or null"
-PLAN_ROW = {
-    "compressor": ("string", "name; `none` for MPI's own sum"),
-    "ratio": (_MAYBE, "kept fraction that was asked for; null where there is none"),
-    "collective": ("string", "name, with its inner collective after a colon; `auto`; or `MPI_Allreduce`"),
-    "numel": ("integer", "length of the array"),
-    "ranks": ("integer", "that took part"),
-    "hosts": ("integer", "that they are on"),
-    "device": ("string", "where gradients were: `cpu` or `gpu`"),
-    "route": ("string or null", "how messages reached MPI from a GPU: `staged` or `direct`; null on the CPU"),
-    "median_s": (_MAYBE, "median of the samples; null for a plan that was not run"),
-    "p95_s": (_MAYBE, "95 % of the samples took no longer"),
-    "wire_bytes": (_MAYBE, "that left a rank in an exchange, averaged over ranks"),
-    "predicted_s": (_MAYBE, "median of the cost model's predictions before each sample"),
-    "speedup": (_MAYBE, "`median_s` of the best dense plan over this one"),
-    "error": (_MAYBE, "of the mean"),
-    "correct": ("boolean or null", "whether rounding explains it, and all ranks have the same bits"),
-    "low_s": (_MAYBE, "lower end of the 95 % interval of the median"),
-    "high_s": (_MAYBE, "its upper end"),
-    "p99_s": (_MAYBE, "99 % of the samples took no longer"),
-    "samples": ("integer", "how many there are"),
-    "stopped": ("string or null", "`interval`: the median is known well; `limit`: time was over; `once`: too slow"),
-    "span_s": (_MAYBE, "median from the last rank's start to the last rank's end, as predicted"),
-    "rank_mean_s": (_MAYBE, "mean over ranks of each rank's mean time"),
-    "rank_min_s": (_MAYBE, "the least of them"),
-    "rank_max_s": (_MAYBE, "the most"),
-    "compress_s": (_MAYBE, "median, on each sample's slowest rank: up to the last round"),
-    "exchange_s": (_MAYBE, "likewise: in rounds, waiting for others included"),
-    "decode_s": (_MAYBE, "likewise: after them"),
-    "choosing_s": (_MAYBE, "likewise: for choosing a plan and learning its seconds"),
-    "sent_bytes": (_MAYBE, "payload that a rank handed to the transport, averaged over ranks"),
-    "gain": (_MAYBE, "median of the retained share of energy"),
-    "algbw_gb_s": (_MAYBE, "`4 numel / median_s`"),
-    "busbw_gb_s": (_MAYBE, "that times `2 (ranks - 1) / ranks`"),
-    "wirebw_gb_s": (_MAYBE, "`wire_bytes / median_s`"),
-    "chosen": ("string or null", "the plan that `auto` ran most often; null for others, as the fields below"),
-    "best": ("string or null", "the best fixed plan of those that `auto` may choose, no compression among them"),
-    "best_s": (_MAYBE, "its median, timed in turn with `auto`"),
-    "regret": (_MAYBE, "`median_s / best_s - 1`"),
-    "regret_low": (_MAYBE, "lower end of its 95 % interval"),
-    "regret_high": (_MAYBE, "its upper end"),
-    "best_dense": ("string or null", "the best dense plan"),
-    "best_dense_s": (_MAYBE, "its median, timed in turn where it is not three times slower than the best"),
-    "behind_dense": (_MAYBE, "`median_s / best_dense_s - 1`"),
-    "mpi_s": (_MAYBE, "median of `MPI_Allreduce`, timed in turn where it is not three times slower"),
-    "settings": ("string or null", "the compressor's settings that are not the default, but for the ratio"),
-    "config": ("object", "the compressor's configuration"),
-}
-"""Fields of a row of ``bench collectives``, with their types in JSON and meanings."""
+
+class PlanRow(TypedDict):
+    """A row of ``bench collectives``."""
+
+    compressor: Annotated[str, "name; `none` for MPI's own sum"]
+    ratio: Annotated[float | None, "kept fraction that was asked for; null where there is none"]
+    collective: Annotated[str, "name, with its inner collective after a colon; `auto`; or `MPI_Allreduce`"]
+    numel: Annotated[int, "length of the array"]
+    ranks: Annotated[int, "that took part"]
+    hosts: Annotated[int, "that they are on"]
+    device: Annotated[str, "where gradients were: `cpu` or `gpu`"]
+    route: Annotated[str | None, "how messages reached MPI from a GPU: `staged` or `direct`; null on the CPU"]
+    median_s: Annotated[float | None, "median of the samples; null for a plan that was not run"]
+    p95_s: Annotated[float | None, "95 % of the samples took no longer"]
+    wire_bytes: Annotated[float | None, "that left a rank in an exchange, averaged over ranks"]
+    predicted_s: Annotated[float | None, "median of the cost model's predictions before each sample"]
+    speedup: Annotated[float | None, "`median_s` of the best dense plan over this one"]
+    error: Annotated[float | None, "of the mean"]
+    correct: Annotated[bool | None, "whether rounding explains it, and all ranks have the same bits"]
+    low_s: Annotated[float | None, "lower end of the 95 % interval of the median"]
+    high_s: Annotated[float | None, "its upper end"]
+    p99_s: Annotated[float | None, "99 % of the samples took no longer"]
+    samples: Annotated[int, "how many there are"]
+    stopped: Annotated[str | None, "`interval`: the median is known well; `limit`: time was over; `once`: too slow"]
+    span_s: Annotated[float | None, "median from the last rank's start to the last rank's end, as predicted"]
+    rank_mean_s: Annotated[float | None, "mean over ranks of each rank's mean time"]
+    rank_min_s: Annotated[float | None, "the least of them"]
+    rank_max_s: Annotated[float | None, "the most"]
+    compress_s: Annotated[float | None, "median, on each sample's slowest rank: up to the last round"]
+    exchange_s: Annotated[float | None, "likewise: in rounds, waiting for others included"]
+    decode_s: Annotated[float | None, "likewise: after them"]
+    choosing_s: Annotated[float | None, "likewise: for choosing a plan and learning its seconds"]
+    sent_bytes: Annotated[float | None, "payload that a rank handed to the transport, averaged over ranks"]
+    gain: Annotated[float | None, "median of the retained share of energy"]
+    algbw_gb_s: Annotated[float | None, "`4 numel / median_s`"]
+    busbw_gb_s: Annotated[float | None, "that times `2 (ranks - 1) / ranks`"]
+    wirebw_gb_s: Annotated[float | None, "`wire_bytes / median_s`"]
+    chosen: Annotated[str | None, "the plan that `auto` ran most often; null for others, as the fields below"]
+    best: Annotated[str | None, "the best fixed plan of those that `auto` may choose, no compression among them"]
+    best_s: Annotated[float | None, "its median, timed in turn with `auto`"]
+    regret: Annotated[float | None, "`median_s / best_s - 1`"]
+    regret_low: Annotated[float | None, "lower end of its 95 % interval"]
+    regret_high: Annotated[float | None, "its upper end"]
+    best_dense: Annotated[str | None, "the best dense plan"]
+    best_dense_s: Annotated[float | None, "its median, timed in turn where it is not three times slower than the best"]
+    behind_dense: Annotated[float | None, "`median_s / best_dense_s - 1`"]
+    mpi_s: Annotated[float | None, "median of `MPI_Allreduce`, timed in turn where it is not three times slower"]
+    settings: Annotated[str | None, "the compressor's settings that are not the default, but for the ratio"]
+    config: Annotated[dict[str, Any], "the compressor's configuration"]
 
 
 def settings_of(compressor: Compressor) -> str:
@@ -121,12 +121,12 @@ def _title(compressor: Compressor) -> str:
 
 
 def rows_of(timings: Sequence[TimedPlan], dense: Sequence[TimedPlan], where: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the rows of plans, which `PLAN_ROW` describes; ``where`` has their ranks, hosts and device."""
+    """Return the rows of plans, which `PlanRow` describes; ``where`` has their ranks, hosts and device."""
     base = min(timing.median_s for timing in dense)
     rows = []
     for timing in timings:
         plan, runner = timing.plan, timing.runner
-        row: dict[str, Any] = dict.fromkeys(PLAN_ROW) | {
+        row: dict[str, Any] = dict.fromkeys(PlanRow.__annotations__) | {
             "compressor": "none" if plan.collective == MPI else plan.compressor.id,
             "ratio": getattr(plan.compressor, "ratio", None),
             "collective": plan.collective,
