@@ -58,7 +58,8 @@ class Checkpoints:
                 )
         replica.model.load_state_dict(saved["model"])
         replica.optimizer.load_state_dict(saved["optimizer"])
-        replica.updater.load_state_dict(saved["updater"])
+        if replica.schedule is not None:
+            replica.schedule.load_state_dict(saved["updater"])
         torch.set_rng_state(saved["random"])
         return int(saved["step"])
 
@@ -76,7 +77,7 @@ class Checkpoints:
             "step": step,
             "model": replica.model.state_dict(),
             "optimizer": replica.optimizer.state_dict(),
-            "updater": replica.updater.state_dict(),
+            "updater": {} if replica.schedule is None else replica.schedule.state_dict(),
             "random": torch.get_rng_state(),
         }
         save_checkpoint(self.folder, state, comm=transport)

@@ -12,7 +12,6 @@ import numpy as np
 import torch
 from mpicomp.bench.measure.timings import gather
 from mpicomp.bench.tasks import Task
-from mpicomp.bench.tasks.updating import Updater
 
 from mpicomp.mpi import Transport
 from mpicomp.mpi.connect import connect
@@ -56,6 +55,16 @@ def train(
             return
 
 
+def update(task: Task, optimizer: Any, schedule: torch.optim.lr_scheduler.LRScheduler | None) -> None:
+    """Clip the gradients, which must be the mean over ranks by now, do the step, and set the rate of the next."""
+    if task.clip is not None:
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        torch.nn.utils.clip_grad_norm_(parameters, task.clip)
+    optimizer.step()
+    if schedule is not None:
+        schedule.step()
+
+
 class Replica:
     """Model and optimizer of one rank, which steps without an exchange; of a ``mesh`` each rank holds a shard."""
 
@@ -75,6 +84,7 @@ class Replica:
         lr_scale: float = 1.0,
         mesh: Any = None,
     ) -> None:
+        self.task = task
         self.group = group
         self.device = device
         self.model = task.model().to(device)
@@ -89,7 +99,7 @@ class Replica:
         )
         for parameters in self.optimizer.param_groups:
             parameters["lr"] *= lr_scale
-        self.updater = Updater(task, self.optimizer, steps)
+        self.schedule = task.schedule(self.optimizer, steps)
 
     def step(self, loss: torch.Tensor) -> tuple[float, float, float]:
         """Go backward, exchange and update; return when each ended."""
@@ -100,7 +110,7 @@ class Replica:
         self.synchronize()
         self.finish()
         synchronized = time.perf_counter()
-        self.updater.update()
+        update(self.task, self.optimizer, self.schedule)
         self.finish()
         return backward, synchronized, time.perf_counter()
 
@@ -157,7 +167,7 @@ class MpicompReplica(Replica):
         settings |= {"named_parameters": self.model.named_parameters(), "comm": self.between}
         wrap: Any = DistributedOptimizer if updates is None else UpdateOptimizer
         self.optimizer = wrap(self.optimizer, **settings, **of_updates)
-        self.updater = Updater(task, self.optimizer, steps)
+        self.schedule = task.schedule(self.optimizer, steps)
         self.record: StepRecord = StepRecord(0)
         self.overlaps = bool(getattr(self.optimizer, "overlaps", False))  # an optimizer of updates has none
 

@@ -22,13 +22,11 @@ class SharedModel:
     """The model that all ranks compute their gradients with, and its task's optimizer."""
 
     def __init__(self, task: Task, steps: int) -> None:
-        from mpicomp.bench.tasks.updating import Updater  # loads torch
-
         self.task = task
         self.model = task.model()
         self.parameters = dict(self.model.named_parameters())
         self.optimizer = task.optimizer(self.model)
-        self.updater = Updater(task, self.optimizer, steps)
+        self.schedule = task.schedule(self.optimizer, steps)
 
     def backward(self, step: int, rank: int, ranks: int) -> float:
         self.model.zero_grad()
@@ -44,6 +42,11 @@ class SharedModel:
         for name, parameter in self.parameters.items():
             if parameter.grad is not None:
                 parameter.grad.numpy()[...] = means[name]
+
+    def update(self) -> None:
+        from mpicomp.bench.trainer import update  # loads torch
+
+        update(self.task, self.optimizer, self.schedule)
 
     def quality(self) -> float:
         return self.task.evaluate(self.model)

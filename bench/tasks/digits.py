@@ -8,9 +8,8 @@ import zipfile
 
 import numpy as np
 import torch
-from mpicomp.bench.tasks.sampling import Sampler, evenly
+from mpicomp.bench.tasks.sampling import Sampler, evenly, seeded
 from mpicomp.bench.tasks.task import Task
-from mpicomp.bench.tasks.updating import seeded
 from torch import nn
 from torch.nn import functional
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from mpicomp.bench.tasks.language import LanguageTask
-from mpicomp.bench.tasks.updating import seeded, warm_up_and_cosine
+from mpicomp.bench.tasks.sampling import seeded
 from torch import nn
 from torch.nn import functional
 
@@ -12,6 +14,8 @@ from mpicomp.registry import register
 
 _HEAD = 64  # width of an attention head
 _DEVIATION = 0.02  # of initial weights, as in GPT-2
+_WARM_UP = 0.1  # share of the steps in which the rate rises
+_LAST = 0.1  # share of the rate that is left in the last step
 
 
 class Block(nn.Module):
@@ -60,6 +64,20 @@ class GPT(nn.Module):
         """Return the logits of every next token; the output matrix is that of the embedding."""
         hidden = self.embedding(tokens) + self.positions.weight[: tokens.shape[1]]
         return functional.linear(self.norm(self.blocks(hidden)), self.embedding.weight)
+
+
+def warm_up_and_cosine(step: int, steps: int) -> float:
+    """Return the share of the rate in a step: it rises linearly to all of it, and falls on a cosine to a tenth.
+
+    >>> [warm_up_and_cosine(step, 20) for step in (0, 1, 10, 19)]
+    [0.5, 1.0, 0.55, 0.1]
+    """
+    warm_up = max(1, round(_WARM_UP * steps))
+    done = min(step + 1, steps)
+    if done <= warm_up:
+        return done / warm_up
+    fallen = (done - warm_up) / (steps - warm_up)
+    return _LAST + (1 - _LAST) * (1 + math.cos(math.pi * fallen)) / 2
 
 
 @register

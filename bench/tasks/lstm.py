@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 from mpicomp.bench.tasks.language import LanguageTask
-from mpicomp.bench.tasks.updating import seeded
+from mpicomp.bench.tasks.sampling import seeded
 from torch import nn
 
 from mpicomp.registry import register

@@ -1,8 +1,12 @@
-"""Samples of each rank in each step, and samples that are held out."""
+"""Samples of each rank in each step, samples that are held out, and torch's random numbers from a seed."""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 import numpy as np
+import torch
 
 
 class Sampler:
@@ -52,3 +56,11 @@ def evenly(samples: int, share: float) -> np.ndarray:
     """
     count = max(1, round(share * samples))
     return np.linspace(0, samples - 1, count).astype(np.int64)
+
+
+@contextlib.contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Draw torch's CPU random numbers from a seed inside the block, and restore a user's generator after it."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        yield

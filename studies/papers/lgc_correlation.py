@@ -58,7 +58,7 @@ def train(task: str, ranks: int, seed: int, steps: int, every: int) -> dict[str,
             shared.backward(step, rank, ranks)
             gradients.append(shared.gradients())
         shared.set_gradients({name: np.mean([each[name] for each in gradients], axis=0) for name in gradients[0]})
-        shared.updater.update()
+        shared.update()
         for rank in range(ranks) if step % every == 0 else ():
             for name, array in gradients[rank].items():
                 if array.size >= _BINS**2:

@@ -203,7 +203,7 @@ class _Training:
         if is_trial:
             shared.optimizer.step()  # the rate is constant
         else:
-            shared.updater.update()
+            shared.update()
             self.done += 1
         line = record.to_json() | {"seconds": self.clock() - begin, "quality": None}
         if not is_trial and self.done % max(1, self.steps // _LOOKS) == 0:

@@ -12,7 +12,7 @@ import itertools
 import numpy as np
 import torch
 from mpicomp.bench.tasks.digits import Digits
-from mpicomp.bench.tasks.updating import seeded
+from mpicomp.bench.tasks.sampling import seeded
 from torch import nn
 from torch.nn import functional
 

@@ -58,7 +58,7 @@ def trained(name: str) -> Iterator[NDArray[np.floating]]:
                 flat[place : place + parameter.numel()] = parameter.grad.numpy().reshape(-1)
             place += parameter.numel()
         yield flat
-        shared.updater.update()
+        shared.update()
 
 
 def estimator(label: str, ratio: float) -> Sparsifier:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from mpicomp.bench.peers import INTERFACE, process_group
 from mpicomp.bench.tasks import get_task
-from mpicomp.bench.tasks.updating import Updater
+from mpicomp.bench.trainer import update
 from mpicomp.bench.training import (
     BACKWARD,
     COMPRESS,
@@ -188,12 +188,12 @@ def test_torchft_diloco_ends_where_update_optimizer_does(comm):
     model = task.model()
     optimizer = task.optimizer(model)
     outer = {"lr": 0.7, "momentum": 0.9, "nesterov": True}
-    updater = Updater(task, optimizer, steps)
+    schedule = task.schedule(optimizer, steps)
     ours = UpdateOptimizer(optimizer, model.named_parameters(), every, "dense", outer=outer, comm=transport, warmup=0)
     for step in range(steps):
         ours.zero_grad()
         task.loss(model, task.batch(step, comm.rank, comm.size)).backward()
-        updater.update()
+        update(task, optimizer, schedule)
     for parameter, other in zip(model.parameters(), theirs.parameters, strict=True):
         torch.testing.assert_close(parameter, other, rtol=1e-3, atol=1e-5)
     assert theirs.differing_ranks(transport) == []

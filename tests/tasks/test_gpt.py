@@ -8,7 +8,7 @@ from mpicomp.bench import train as measured_training
 from mpicomp.bench.measure.metrics import MetricsWriter
 from mpicomp.bench.measure.progress import Progress
 from mpicomp.bench.tasks.gpt import GPT
-from mpicomp.bench.tasks.updating import Updater
+from mpicomp.bench.trainer import update as update_model
 from tiny_gpt import Tiny
 
 import mpicomp
@@ -94,14 +94,14 @@ def test_matrices_decay_and_scales_do_not(tiny):
 def test_training_clips_and_follows_the_schedule(tiny):
     model = tiny.model()
     optimizer = tiny.optimizer(model)
-    updater = Updater(tiny, optimizer, 20)
+    schedule = tiny.schedule(optimizer, 20)
     rates, norms = [], []
 
     def update():
         rates.append({group["lr"] for group in optimizer.param_groups})
         for parameter in model.parameters():
             parameter.grad *= 100
-        updater.update()
+        update_model(tiny, optimizer, schedule)
         norms.append(math.hypot(*(parameter.grad.norm().item() for parameter in model.parameters())))
 
     train(tiny, model, optimizer, update, range(20))
