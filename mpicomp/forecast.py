@@ -2,9 +2,9 @@
 
 import functools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,13 +23,10 @@ from mpicomp.policies.plan_selector import collectives_for
 from mpicomp.policies.plan_tradeoff import PlanTradeoff
 from mpicomp.policies.ratio_levels import at_ratio, ladder, suggested_compressors
 
-MUON_EVERY = 2, 10, 40
-"""Steps between exchanges of LocalMuon that are forecast."""
+MUON_EVERY = 2, 10, 40  # steps between exchanges of LocalMuon that are forecast
 NOISE = 0.03  # relative differences of seconds that are below it recommend nothing
-
 SCHEMA = 1  # of a job as JSON
 
-_DTYPE = np.dtype(np.float32)
 _LATE_STEP = 1 << 30  # a step in the long run
 _DDP_FIRST_BYTES, _DDP_BYTES = 1 << 20, 25 << 20  # of PyTorch's buckets
 _MAX_BYTES = 32 << 20  # of mpicomp's
@@ -91,15 +88,13 @@ class Job:
             raise ValueError(f"its schema is {content['schema']!r}, and this mpicomp reads {SCHEMA}")
         fields = {name: content[name] for name in cls.__dataclass_fields__}
         quantisers, saved = suggested_compressors(None, fields["normalises"])[1], fields["statistics"]
-        fields["statistics"] = [
-            ElementStatistics(each["numel"], len(quantisers), fields["normalises"]) for each in saved
-        ]
-        for statistics, each in zip(fields["statistics"], saved, strict=True):
+        of_buckets = [ElementStatistics(each["numel"], len(quantisers), fields["normalises"]) for each in saved]
+        for statistics, each in zip(of_buckets, saved, strict=True):
             statistics.load_state_dict(each)
-        fields["kernels"] = {key: KernelCost(**kernel) for key, kernel in fields["kernels"].items()}
+        kernels = {key: KernelCost(**kernel) for key, kernel in fields["kernels"].items()}
         if not fields["sizes"] or not fields["compute_s"] > 0:
             raise ValueError("it has no timings")
-        return cls(**fields)
+        return cls(**fields | {"statistics": of_buckets, "kernels": kernels})
 
 
 @dataclass(frozen=True)
@@ -111,29 +106,20 @@ class Forecast:
     step_s: float
     throughput: float  # share of that without an exchange
     host_bytes: float  # that leave a host in a step
-    steps_ratio: float | None  # steps to the quality of dense exchange, over its steps; None where it is not known
-    steps_low: float | None  # least and most of it
-    steps_high: float | None
-    quality_s: float | None  # seconds to the quality at which dense exchange ends
+    steps_ratio: float | None = None  # steps to the quality of dense exchange, over its steps; None where unknown
+    steps_low: float | None = None  # least and most of it
+    steps_high: float | None = None
+    quality_s: float | None = None  # seconds to the quality at which dense exchange ends
 
 
-@dataclass(frozen=True)
-class _Cost:
-    """Seconds and bytes of a scheme, affine in the elements of a bucket."""
+class _Cost(NamedTuple):
+    """Seconds of a scheme's rounds and kernels, and its bytes; affine in the elements of a bucket."""
 
     name: str
-    fixed_s: float
-    per_element_s: float
-    bytes_per_element: float
+    rounds: KernelCost
     kernels: KernelCost
-    kept: float  # share of the elements
-    copied_s: float  # an element, of copies from and to a GPU
-
-    def rounds_s(self, numel: int) -> float:
-        return self.fixed_s + numel * self.per_element_s
-
-    def kernels_s(self, numel: int) -> float:
-        return self.kernels.seconds(numel, round(self.kept * numel)) + numel * self.copied_s
+    sent_bytes: float = 0.0  # an element, that leave a host
+    kept: float = 1.0  # share of the elements
 
 
 class Forecaster:
@@ -142,155 +128,138 @@ class Forecaster:
     def __init__(self, job: Job, network: Network, group: Group, overlap: bool = True) -> None:
         if group.size < 2 or not job.sizes:
             raise ConfigurationError("plan: an exchange needs two ranks, and a model with parameters")
-        self._job, self._network, self._group, self._overlap = job, network, group, overlap
+        self._job, self._network, self._group = job, network, group
+        self._overlap = _OVERLAP[job.device] if overlap else 0.0
         self._waited_s = max(0.0, _slowest_s(job.spread_s, group.size) - job.compute_s) if job.spread_s else 0.0
 
     def all(self) -> list[Forecast]:
         """Return a forecast of every exchange: none, DDP's, the likely plan of `auto`, top-k, and LocalMuon."""
-        none = Forecast("none", "", self._job.compute_s, 1.0, 0.0, None, None, None, None)
         topk = TopK(ratio=0.01)
-        selected = self._row("topk 1 %", topk, self._best(topk, _MAX_BYTES), _MAX_BYTES)
-        dense = self._ddp("ddp", 4), self._ddp("ddp-fp16", 2)
-        return [none, *dense, self._auto(), selected, *map(self.muon, MUON_EVERY)]
+        return [
+            Forecast("none", "", self._job.compute_s, 1.0, 0.0),
+            self._ddp("ddp", 4),
+            self._ddp("ddp-fp16", 2),
+            self._auto(),
+            self._plan("topk 1 %", topk, self._best(topk, _MAX_BYTES), _MAX_BYTES),
+            *map(self.muon, MUON_EVERY),
+        ]
 
-    def _buckets(self, nbytes: float, first: float | None = None, itemsize: int = 4) -> Iterator[tuple[int, float]]:
-        """Yield elements of each bucket, and when it is ready."""
-        numel, limit = 0, nbytes if first is None else first
-        overlap = _OVERLAP[self._job.device] if self._overlap else 0.0
+    def _step_s(self, cost: _Cost, nbytes: float, first: float | None = None) -> float:
+        """Return the seconds of a step with buckets of some bytes; kernels delay backward, and rounds do not."""
+        kernels_s, end_s, numel, limit = 0.0, -math.inf, 0, nbytes if first is None else first
         last = len(self._job.sizes) - 1
         for place, (size, ready_s) in enumerate(zip(self._job.sizes, self._job.ready_s, strict=True)):
             numel += size
-            if itemsize * numel >= limit or place == last:
-                yield numel, overlap * ready_s
+            if 4 * numel >= limit or place == last:
+                kernels_s += cost.kernels.seconds(numel, round(cost.kept * numel))
+                end_s = max(end_s, self._overlap * ready_s + kernels_s) + cost.rounds.seconds(numel, 0)
                 numel, limit = 0, nbytes
-
-    def _overlapped_s(self, cost: _Cost, buckets: Iterator[tuple[int, float]]) -> float:
-        """Return the seconds of a step; kernels keep the processor from backward, and rounds do not."""
-        kernels_s, end_s = 0.0, -math.inf
-        for numel, ready_s in buckets:
-            kernels_s += cost.kernels_s(numel)
-            end_s = max(end_s, ready_s + kernels_s) + cost.rounds_s(numel)
         return self._job.compute_s + self._waited_s + max(end_s, kernels_s)
 
     def _cost(self, compressor: Compressor, name: str) -> _Cost:
         """Return the cost of a scheme from its rounds at two lengths."""
-        scheme = bind(compressor, name)
         few, many = (max(self._group.size, share) for share in (self._job.numel // 16, self._job.numel))
         rows = [_coefficients(compressor, name, numel, self._group) for numel in (few, many)]
-        seconds = [self._network.seconds(row) for row in rows]
-        per_element_s = max(0.0, (seconds[1] - seconds[0]) / max(1, many - few))
-        kernels = self._job.kernels.get(scheme_key(scheme, ladder=True)) or self._typical(compressor)
-        kept = compressor.expected(many) / many
-        others = self._group.size - 2  # messages that a rank decodes beyond the one of its own that was measured
-        if name == "allgather":
-            kernels = KernelCost(kernels.fixed, kernels.per_element, kernels.per_kept * (1 + 0.5 * max(0, others)))
-        elif name == "packed-allgather":
-            more = 0.2 * max(0, others) * kernels.per_element
-            kernels = KernelCost(kernels.fixed, kernels.per_element + more, kernels.per_kept)
-        sent = self._between(rows[1]) / many
+        few_s, many_s = map(self._network.seconds, rows)
+        per_element_s = max(0.0, (many_s - few_s) / max(1, many - few))
+        kernels = self._job.kernels.get(scheme_key(bind(compressor, name), ladder=True))
+        if kernels is None:
+            typical, share = _KERNELS[self._job.device], _DENSE_SHARE if compressor == Dense() else 1.0
+            per_kept = typical.per_kept * compressor.selects_by_ratio
+            kernels = KernelCost(typical.fixed, share * typical.per_element, per_kept)
+        by_group = rows[1].reshape(3, -1, 2)[..., 1].sum(axis=1)  # inside a host the second of each pair
+        sent = float(by_group[0] + by_group[2]) / many if self._group.hosts > 1 else 0.0
+        copied_s = (compressor.wire_bytes_per_element(4) + sent) * _S_PER_COPIED_BYTE[self._job.device]
+        others = max(0, self._group.size - 2)  # whose messages are decoded beyond the one that was measured
+        per_element = kernels.per_element * (1 + 0.2 * others * (name == "packed-allgather")) + copied_s
+        per_kept = kernels.per_kept * (1 + 0.5 * others * (name == "allgather"))
         return _Cost(
-            name, max(0.0, seconds[1] - many * per_element_s), per_element_s, sent, kernels, kept,
-            (compressor.wire_bytes_per_element(4) + sent) * _S_PER_COPIED_BYTE[self._job.device],
-        )  # fmt: skip
-
-    def _typical(self, compressor: Compressor) -> KernelCost:
-        cost, share = _KERNELS[self._job.device], _DENSE_SHARE if compressor == Dense() else 1.0
-        return KernelCost(cost.fixed, share * cost.per_element, cost.per_kept * compressor.selects_by_ratio)
-
-    def _between(self, row: Any) -> float:
-        """Return the bytes between hosts among coefficients; those inside a host come second in each pair."""
-        by_group = row.reshape(3, -1, 2)[..., 1].sum(axis=1)
-        return float(by_group[0] + by_group[2]) if self._group.hosts > 1 else 0.0
+            name,
+            KernelCost(max(0.0, many_s - many * per_element_s), per_element_s),
+            KernelCost(kernels.fixed, per_element, per_kept),
+            sent,
+            compressor.expected(many) / many,
+        )
 
     def _best(self, compressor: Compressor, nbytes: float) -> _Cost:
         names = collectives_for(compressor, self._group, complete=True)
         if self._group.size > _MAX_LADDER_RANKS:
             names = [name for name in names if not name.endswith(("ring", "parameter-server"))] or names
-        costs = [self._cost(compressor, name) for name in names]
-        return min(costs, key=lambda cost: self._overlapped_s(cost, self._buckets(nbytes)))
+        return min((self._cost(compressor, name) for name in names), key=lambda cost: self._step_s(cost, nbytes))
 
-    def _row(self, exchange: str, compressor: Compressor, cost: _Cost, nbytes: float) -> Forecast:
-        seconds = self._overlapped_s(cost, self._buckets(nbytes))
-        sent = self._job.numel * cost.bytes_per_element
+    def _row(
+        self, exchange: str, plan: str, seconds: float, sent: float, steps: tuple[float, float, float] | None
+    ) -> Forecast:
+        """Return the forecast of a step with its seconds, and with its steps to a quality over those of dense."""
+        quality_s = None if steps is None else steps[0] * self._job.steps * seconds
+        throughput = self._job.compute_s / seconds if seconds else 1.0
+        return Forecast(exchange, plan, seconds, throughput, sent, *(steps or (None, None, None)), quality_s)
+
+    def _plan(self, exchange: str, compressor: Compressor, cost: _Cost, nbytes: float) -> Forecast:
         name = compressor.id + (f" {compressor.ratio:.2g}" if hasattr(compressor, "ratio") else "")
         name += f" {compressor.bits} bits" if hasattr(compressor, "bits") else ""
         name += f" {wire}" if (wire := getattr(compressor, "wire", None)) else ""
-        steps = _steps_of(self.penalty(compressor))
-        return self._forecast(exchange, f"{name}, {cost.name}", seconds, sent, steps)
-
-    def _forecast(
-        self, exchange: str, plan: str, seconds: float, sent: float, steps: Sequence[float] | None
-    ) -> Forecast:
-        ratio, low, high = steps or (None, None, None)
-        quality_s = None if ratio is None else ratio * self._job.steps * seconds
-        share = self._job.compute_s / seconds if seconds else 1.0
-        return Forecast(exchange, plan, seconds, share, sent, ratio, low, high, quality_s)
+        seconds, sent = self._step_s(cost, nbytes), self._job.numel * cost.sent_bytes
+        return self._row(exchange, f"{name}, {cost.name}", seconds, sent, _steps_of(self.penalty(compressor)))
 
     def _ddp(self, exchange: str, itemsize: int) -> Forecast:
         """Forecast DDP: a ring that crosses each host's link once, or a tree where its latencies are fewer."""
-        network, hosts = self._network, self._group.hosts if self._group.hosts > 1 else self._group.size
-        terms = ring(hosts, itemsize)
-        latencies = min(2 * (self._group.size - 1), 2 * tree(self._group.size, 0).latency)
-        fixed_s = Terms(latencies, 0).seconds(network.latency, 0)
+        group, network = self._group, self._network
+        terms = ring(group.hosts if group.hosts > 1 else group.size, itemsize)
+        latencies = min(2 * (group.size - 1), 2 * tree(group.size, 0).latency)
+        kernels = self._job.kernels.get(exchange, KernelCost(0, 0))
         copied_s = 2 * itemsize * _S_PER_COPIED_BYTE[self._job.device]
         cost = _Cost(
-            exchange, fixed_s, terms.volume * network.seconds_per_byte, terms.volume,
-            self._job.kernels.get(exchange, KernelCost(0, 0)), 1.0, copied_s,
-        )  # fmt: skip
-        seconds = self._overlapped_s(cost, self._buckets(_DDP_BYTES, _DDP_FIRST_BYTES))
-        sent = self._job.numel * cost.bytes_per_element if self._group.hosts > 1 else 0.0
-        plan = f"float{8 * itemsize}, sums of gloo or NCCL"
-        return self._forecast(exchange, plan, seconds, sent, (1.0, 1.0, 1.0))
+            exchange,
+            KernelCost(Terms(latencies, 0).seconds(network.latency, 0), terms.volume * network.seconds_per_byte),
+            KernelCost(kernels.fixed, kernels.per_element + copied_s, kernels.per_kept),
+        )
+        sent = self._job.numel * terms.volume if group.hosts > 1 else 0.0
+        seconds = self._step_s(cost, _DDP_BYTES, _DDP_FIRST_BYTES)
+        return self._row(exchange, f"float{8 * itemsize}, sums of gloo or NCCL", seconds, sent, (1.0, 1.0, 1.0))
 
     def _auto(self) -> Forecast:
         """Forecast the plan that `auto` likely runs, one for all buckets, by its own tradeoff."""
-        levels = list(self._levels())
+        wires, quantisers = suggested_compressors(None, self._job.normalises)
+        ratios = ladder(0.001, 0.25, 2.0) if self._group.size <= _MAX_LADDER_RANKS else []
+        levels: list[Compressor] = [at_ratio(wire, ratio) for wire in wires for ratio in ratios]
+        levels += [*quantisers, Dense(wire="bf16"), Dense()]
         nbytes = min(_MAX_BYTES, bucket_length(self._network, self._group.size, 4 * self._job.numel))
-        costs = [self._best(compressor, nbytes) for compressor in levels]
-        seconds = np.array([self._overlapped_s(cost, self._buckets(nbytes)) for cost in costs])
-        compute_s = self._job.compute_s
+        costs, compute_s = [self._best(compressor, nbytes) for compressor in levels], self._job.compute_s
+        seconds = np.array([self._step_s(cost, nbytes) for cost in costs])
         penalties = np.array([self.penalty(level) for level in levels])
         tradeoff = PlanTradeoff([penalties], [seconds - compute_s], [1.0], [0.0], compute_s, _LIMIT)
         dense = [level for level, compressor in enumerate(levels) if isinstance(compressor, Dense)]
-        fastest = min(dense, key=lambda level: float(seconds[level]))
         selecting = [np.array([compressor.selects_by_ratio for compressor in levels])]
-        [chosen] = tradeoff.best_over([fastest], selecting)
-        return self._row("auto", levels[chosen], costs[chosen], nbytes)
-
-    def _levels(self) -> Iterator[Compressor]:
-        wires, quantisers = suggested_compressors(None, self._job.normalises)
-        for wire in wires if self._group.size <= _MAX_LADDER_RANKS else ():
-            yield from (at_ratio(wire, ratio) for ratio in ladder(0.001, 0.25, 2.0))
-        yield from quantisers
-        yield from (Dense(wire="bf16"), Dense())
+        [chosen] = tradeoff.best_over([min(dense, key=lambda level: float(seconds[level]))], selecting)
+        return self._plan("auto", levels[chosen], costs[chosen], nbytes)
 
     def muon(self, every: int) -> Forecast:
         """Forecast LocalMuon: changes in one bit, after the step of every ``every``-th one."""
         job, cost = self._job, self._best(OneBit(), math.inf)
         more_s = _MUON_SHARE * job.compute_s if job.muon_s is None else job.muon_s
-        exchange_s = cost.kernels_s(job.numel) + cost.rounds_s(job.numel)
+        exchange_s = cost.kernels.seconds(job.numel, round(cost.kept * job.numel)) + cost.rounds.seconds(job.numel, 0)
         waited_s = self._waited_s / math.sqrt(every)  # the sums of several steps differ less
         seconds = job.compute_s + more_s + waited_s + exchange_s / every
-        sent = job.numel * cost.bytes_per_element / every
-        steps = _MUON_STEPS[every] if job.hidden > 0.5 else None
-        return self._forecast(f"muon every {every}", f"one bit, {cost.name}", seconds, sent, steps)
+        steps, sent = _MUON_STEPS[every] if job.hidden > 0.5 else None, job.numel * cost.sent_bytes / every
+        return self._row(f"muon every {every}", f"one bit, {cost.name}", seconds, sent, steps)
 
     def penalty(self, compressor: Compressor) -> float:
         """Return the share of its steps by which a training falls behind dense exchange."""
         if isinstance(compressor, Dense):
             return 0.0
-        ranks, age = self._group.size, self._job.steps / 2
+        ranks, age, statistics = self._group.size, self._job.steps / 2, self._job.statistics
         if isinstance(compressor, Quantiser):
-            if not self._job.statistics:
+            if not statistics:
                 return _GPT_QUANTISED.get(getattr(compressor, "bits", 1), 0.8)
             index = suggested_compressors(None, self._job.normalises)[1].index(compressor)
-            penalties = [each.quantiser_penalty(index, ranks, age) for each in self._job.statistics]
+            penalties = [each.quantiser_penalty(index, ranks, age) for each in statistics]
         else:
             ratio = np.array([compressor.ratio])  # type: ignore[attr-defined]
-            if not self._job.statistics:
+            if not statistics:
                 return float(np.interp(np.log(ratio), np.log(_GPT_SELECTED[0]), _GPT_SELECTED[1])[0])
-            penalties = [float(each.selection_penalties(ratio, ranks, age)[0][0]) for each in self._job.statistics]
-        return float(np.average(penalties, weights=[max(each.importance, 1e-9) for each in self._job.statistics]))
+            penalties = [float(each.selection_penalties(ratio, ranks, age)[0][0]) for each in statistics]
+        return float(np.average(penalties, weights=[max(each.importance, 1e-9) for each in statistics]))
 
 
 def _slowest_s(seconds: Sequence[float], ranks: int) -> float:
@@ -304,13 +273,18 @@ def _slowest_s(seconds: Sequence[float], ranks: int) -> float:
 def _coefficients(compressor: Compressor, name: str, numel: int, group: Group) -> NDArray[np.float64]:
     """Return a scheme's coefficients, which are the same on all links."""
     scheme, views = bind(compressor, name), sample_views(group)
-    rounds = [scheme.rounds(numel, _DTYPE, view, _LATE_STEP) for view in views]
+    rounds = [scheme.rounds(numel, np.dtype(np.float32), view, _LATE_STEP) for view in views]
     return Network(group.hosts).coefficients(rounds, views)
+
+
+def fastest_dense(rows: Sequence[Forecast]) -> Forecast:
+    """Return DDP's exchange, in 32 or 16 bits, that is faster."""
+    return min((row for row in rows if row.exchange.startswith("ddp")), key=lambda row: row.step_s)
 
 
 def recommended(rows: Sequence[Forecast]) -> Forecast:
     """Return the exchange of least seconds to a quality; dense where none is clearly faster, in its step too."""
-    dense = min((row for row in rows if row.exchange.startswith("ddp")), key=lambda row: row.step_s)
+    dense = fastest_dense(rows)
     faster = [row for row in rows if row.quality_s is not None and row.step_s < (1 - NOISE) * dense.step_s]
     best = min(faster, key=lambda row: row.quality_s or math.inf, default=dense)
     assert dense.quality_s is not None
@@ -330,9 +304,8 @@ def advice(job: Job, network: Network, group: Group, step_s: float) -> str | Non
 
 
 def _steps_of(penalty: float) -> tuple[float, float, float]:
-    if penalty == 0:
-        return 1.0, 1.0, 1.0
-    less, more = _PENALTY_SPREAD if penalty >= 0.05 else _SMALL_PENALTY_SPREAD
+    """Return the steps to a quality over those of dense exchange, with the least and the most."""
+    less, more = (0.0, 0.0) if not penalty else _PENALTY_SPREAD if penalty >= 0.05 else _SMALL_PENALTY_SPREAD
     ratio, low, high = (
         1 / (1 - min(max(share, 0.0), _MAX_PENALTY)) for share in (penalty, penalty - less, penalty + more)
     )

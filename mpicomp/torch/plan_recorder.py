@@ -4,7 +4,9 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+import timeit
+from collections.abc import Mapping, Sequence
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -83,8 +85,7 @@ class PlanRecorder:
         """The record, after `STEPS` steps."""
         self._path, self._normalises = path, normalises
         self._parameters = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
-        self._sizes = [parameter.numel() for parameter in self._parameters.values()]
-        self._buckets: list[_Sampled] = []
+        self._device = next(iter(self._parameters.values())).device
         self._seconds: list[float] = []  # of steps
         self._ready: list[dict[str, float]] = []  # of odd steps, in which gradients on a GPU are waited for
         self._filled: dict[str, float] = {}  # by name, when backward was done with a gradient
@@ -94,34 +95,27 @@ class PlanRecorder:
             optimizer.register_step_pre_hook(self._before_update),
             optimizer.register_step_post_hook(self._after_step),
         ]
-        waiting, total = list(self._parameters), sum(self._sizes)
+        self._buckets: list[_Sampled] = []
+        waiting, total = list(self._parameters), sum(parameter.numel() for parameter in self._parameters.values())
         while waiting:  # the last parameters are exchanged first
-            names, numel = [], 0
-            while waiting and _BUCKETS * numel < total:
-                names.append(waiting.pop())
-                numel += self._parameters[names[-1]].numel()
-            self._buckets.append(_Sampled([self._parameters[name].numel() for name in names], normalises))
+            sizes: dict[str, int] = {}
+            while waiting and _BUCKETS * sum(sizes.values()) < total:
+                name = waiting.pop()
+                sizes[name] = self._parameters[name].numel()
+            self._buckets.append(_Sampled(list(sizes.values()), normalises))
             first = 0
-            for name in names:
-                hook, parameter = self._hook(name, self._buckets[-1], first), self._parameters[name]
-                self._handles.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
-                first += parameter.numel()
-        self._device = next(iter(self._parameters.values())).device
+            for name, numel in sizes.items():
+                hook: Any = partial(self._on_gradient, name, self._buckets[-1], first)
+                self._handles.append(self._parameters[name].register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
+                first += numel
 
-    def _hook(self, name: str, bucket: "_Sampled", first: int) -> Callable[[torch.Tensor], None]:
-        part = slice(*np.searchsorted(bucket.positions, (first, first + self._parameters[name].numel())))
-        places = torch.from_numpy(bucket.positions[part] - first)
-
-        def on_gradient(parameter: torch.Tensor) -> None:
-            if self._steps % 2:
-                self._synchronize()
-            begin = self._filled[name] = time.perf_counter()
-            if parameter.grad is not None and parameter.grad.layout is torch.strided:
-                sampled = parameter.grad.detach().reshape(-1)[places.to(parameter.device)]
-                bucket.values[part] = sampled.real.float().cpu().numpy()
-            self._own_s += time.perf_counter() - begin
-
-        return on_gradient
+    def _on_gradient(self, name: str, bucket: "_Sampled", first: int, parameter: torch.Tensor) -> None:
+        if self._steps % 2:
+            self._synchronize()
+        begin = self._filled[name] = time.perf_counter()
+        if parameter.grad is not None and parameter.grad.layout is torch.strided:
+            bucket.read(first, parameter.grad.detach().reshape(-1))
+        self._own_s += time.perf_counter() - begin
 
     def _synchronize(self) -> None:
         if self._device.type == "cuda":
@@ -158,18 +152,20 @@ class PlanRecorder:
         on_host = self._device.type == "cpu"
         # Kernels are timed in seconds of a core, for which a rank that shares its cores has to wait.
         slowed = max(1.0, seconds / thread_s) if on_host else 1.0
-        ready = [median(times.get(name, 0.0) for times in self._ready) for name in self._parameters]
-        order = sorted(range(len(ready)), key=ready.__getitem__)
+        ready = {name: median(times.get(name, 0.0) for times in self._ready) for name in self._parameters}
+        order = sorted(ready, key=ready.__getitem__)
         muon_s, hidden = _muon(self._parameters)
         self.job = Job(
-            sizes=[self._sizes[place] for place in order],
-            ready_s=[ready[place] for place in order],
+            sizes=[self._parameters[name].numel() for name in order],
+            ready_s=[ready[name] for name in order],
             compute_s=median(self._seconds),
             muon_s=slowed * muon_s,
             hidden=hidden,
             normalises=self._normalises,
             statistics=[bucket.statistics for bucket in self._buckets if not bucket.statistics.is_zero],
-            kernels=self._kernels(slowed) if on_host else {},
+            kernels=_kernels(sum(bucket.numel for bucket in self._buckets), self._normalises, slowed)
+            if on_host
+            else {},
             device=self._device.type,
             spread_s=self._seconds,
         )
@@ -180,36 +176,26 @@ class PlanRecorder:
                 f"'{self._path}' is the record of this script; next: mpicomp plan --from {self._path} --hosts N"
             )
 
-    def _kernels(self, slowed: float) -> dict[str, KernelCost]:
-        [alone] = LocalWorld(1).transports
-        model = CostModel(Network(2))
-        group = layout_groups([0, 0, 1, 1], 0)[0]  # on which all collectives run
-        wires, quantisers = suggested_compressors(None, self._normalises)
-        compressors: list[Compressor] = [at_ratio(wire, ratio) for wire in wires for ratio in (0.001, 0.25)]
-        compressors += [*quantisers, Dense(wire="bf16"), Dense(), OneBit()]
-        schemes = [bind(each, name) for each in compressors for name in collectives_for(each, group, complete=True)]
-        alone.clock = time.thread_time  # type: ignore[method-assign]
-        alone.run(measure_kernels(model, schemes, True, alone, ladder=True))
-        array = torch.zeros(sum(self._sizes))
-        copy_s = _least_s(array.clone) / array.numel()  # DDP copies into its buckets, and out of them
-        model.kernels["ddp"] = KernelCost(0.0, copy_s)
-        cast_s = _least_s(lambda: array.copy_(array.half())) / array.numel()
-        model.kernels["ddp-fp16"] = KernelCost(0.0, copy_s + cast_s)
-        return {
-            key: KernelCost(
-                slowed * kernel.fixed, slowed * (kernel.per_element + copy_s), slowed * kernel.per_kept
-            )  # means are copied into gradients
-            for key, kernel in model.kernels.items()
-        }
 
-
-def _least_s(work: Callable[[], Any]) -> float:
-    seconds = []
-    for _ in range(3):
-        begin = time.thread_time()
-        work()
-        seconds.append(time.thread_time() - begin)
-    return min(seconds)
+def _kernels(numel: int, normalises: bool, slowed: float) -> dict[str, KernelCost]:
+    """Return the seconds of the kernels of all schemes that are forecast, times ``slowed``."""
+    [alone] = LocalWorld(1).transports
+    model = CostModel(Network(2))
+    group = layout_groups([0, 0, 1, 1], 0)[0]  # on which all collectives run
+    wires, quantisers = suggested_compressors(None, normalises)
+    compressors: list[Compressor] = [at_ratio(wire, ratio) for wire in wires for ratio in (0.001, 0.25)]
+    compressors += [*quantisers, Dense(wire="bf16"), Dense(), OneBit()]
+    schemes = [bind(each, name) for each in compressors for name in collectives_for(each, group, complete=True)]
+    alone.clock = time.thread_time  # type: ignore[method-assign]
+    alone.run(measure_kernels(model, schemes, True, alone, ladder=True))
+    array = torch.zeros(numel)
+    works = array.clone, lambda: array.copy_(array.half())  # DDP copies into its buckets, and out of them
+    copy_s, cast_s = (min(timeit.repeat(work, timer=time.thread_time, repeat=3, number=1)) / numel for work in works)
+    model.kernels |= {"ddp": KernelCost(0.0, copy_s), "ddp-fp16": KernelCost(0.0, copy_s + cast_s)}
+    return {
+        key: KernelCost(slowed * kernel.fixed, slowed * (kernel.per_element + copy_s), slowed * kernel.per_kept)
+        for key, kernel in model.kernels.items()
+    }  # means are copied into gradients
 
 
 class _Sampled:
@@ -217,13 +203,19 @@ class _Sampled:
 
     def __init__(self, sizes: Sequence[int], normalises: bool) -> None:
         quantisers = suggested_compressors(None, normalises)[1]
-        self._sizes, self._survey = sizes, ElementSurvey(sizes, quantisers)
-        self.positions = self._survey.positions
-        self.values = np.zeros(self.positions.size, np.float32)
-        self.statistics = ElementStatistics(sum(sizes), len(quantisers), normalises)
+        self.numel, self._sizes, self._survey = sum(sizes), sizes, ElementSurvey(sizes, quantisers)
+        self._positions = self._survey.positions
+        self._values = np.zeros(self._positions.size, np.float32)
+        self.statistics = ElementStatistics(self.numel, len(quantisers), normalises)
+
+    def read(self, first: int, gradient: torch.Tensor) -> None:
+        """Keep the elements of a gradient, which begins at element ``first`` of the bucket."""
+        part = slice(*np.searchsorted(self._positions, (first, first + gradient.numel())))
+        places = torch.from_numpy(self._positions[part] - first).to(gradient.device)
+        self._values[part] = gradient[places].real.float().cpu().numpy()
 
     def __getitem__(self, positions: Any) -> Any:
-        return self.values[np.searchsorted(self.positions, positions)]
+        return self._values[np.searchsorted(self._positions, positions)]
 
     def observe(self, step: int) -> None:
         self.statistics.observe(self._survey.measure(self, None, self._sizes, step)[None])  # type: ignore[arg-type]
