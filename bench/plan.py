@@ -1,28 +1,23 @@
 """A training on networks that are not here: reads a job, forecasts its exchanges, and recommends one."""
 
-import argparse
 import json
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from mpicomp.bench.lab.lab_settings import LabError, parse_bandwidth, parse_latency
 from mpicomp.bench.measure.results import show
 
-from mpicomp.cli.options import check_drawing, check_writable, read_list, write_json
 from mpicomp.cost import CostModel, Network
-from mpicomp.errors import ConfigurationError, FileWriteError
+from mpicomp.errors import ConfigurationError
 from mpicomp.forecast import Forecast, Forecaster, Job, fastest_dense, recommended
 from mpicomp.mpi.rounds import WORLD, Group, layout_groups
-from mpicomp.setting_checks import check_least
 
 SCHEMA = 1
 PAYLOAD = 0.95  # of the bits of a link, without headers
 COLUMNS = {
     "exchange": "", "plan": "", "step_s": ".4g", "throughput": ".0%", "host_MB": ".4g", "steps": "", "quality_s": ".4g",
 }  # fmt: skip
-_MAX_RANKS = 1 << 16
 _GROWTH = {
     "allgather": "bytes of allgather", "packed-allgather": "bytes of packed-allgather", "ring": "latencies of rings",
     "two-phase": "messages to the owners of two-phase", "scatter-reduce": "messages to the owners of scatter-reduce",
@@ -69,74 +64,12 @@ def bits_in_words(bits: float) -> str:
     return f"{bits / 1e9:.3g} Gbit/s" if bits >= 1e9 else f"{bits / 1e6:.3g} Mbit/s"
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Forecast, and print a table for each network."""
-    check_writable("plan", arguments.json, arguments.picture)
-    if arguments.picture is not None:
-        check_drawing("plan")
-    networks = read_networks(arguments)
-    job, is_measured = named_job(arguments)
-    plans = []
-    for links in networks:
-        plans.append(plan(job, links, is_measured))
-        print_plan(job, links, plans[-1])
-    if arguments.json is not None:
-        write_json(arguments.json, {"schema": SCHEMA, "job": job.to_json(), "networks": plans})
-    if arguments.picture is not None:
-        draw({str(links): found for links, found in zip(networks, plans, strict=True)}, arguments.picture)
-    return 0
-
-
-def read_networks(arguments: argparse.Namespace) -> list[Links]:
-    """Return the networks that the options name."""
-    try:
-        hosts = [int(word) for word in arguments.hosts.split(",")]
-    except ValueError:
-        raise ConfigurationError(f"plan: --hosts must be whole numbers such as 2,64, got {arguments.hosts!r}") from None
-    ppn = check_least("plan", "--ppn", arguments.ppn)
-    for number in hosts:
-        if check_least("plan", "--hosts", number, 2) * ppn > _MAX_RANKS:
-            raise ConfigurationError(f"plan: at most {_MAX_RANKS:,} ranks are forecast, got {number * ppn:,}")
-    if arguments.links is not None:
-        return read_links(arguments.links, hosts, ppn)
-    try:
-        latency_s = parse_latency(arguments.latency) * 1e-9
-        widths = [parse_bandwidth(word) for word in read_list(arguments.bandwidth)]
-    except LabError as error:
-        raise ConfigurationError(f"plan: {error}") from None
-    return [Links(number, ppn, bits, latency_s) for bits in widths for number in hosts]
-
-
 def read_links(path: str, hosts: Sequence[int], ppn: int) -> list[Links]:
     """Return networks of the links that ``bench collectives --calibrate`` measured."""
     network = CostModel.load(path).network
     if network.hosts < 2:
         raise ConfigurationError(f"plan: '{path}' was measured on one host, and has no link between hosts")
     return [Links(count, ppn, 8 / network.seconds_per_byte, network.latency, network) for count in hosts]
-
-
-def named_job(arguments: argparse.Namespace) -> tuple[Job, bool]:
-    """Return the job that the options name, and whether all of it was measured."""
-    parameters, step_s, steps = arguments.parameters, arguments.step_seconds, arguments.steps
-    count = sum(name is not None for name in (arguments.run, arguments.task, parameters))
-    if count != 1 or (parameters is None) != (step_s is None):
-        raise ConfigurationError("plan: name one of --from FILE, --task T, or --parameters P with --step-seconds S")
-    if steps is not None:
-        check_least("plan", "--steps", steps)
-    if arguments.run is not None:
-        return read_job(arguments.run, steps)
-    if arguments.task is not None:
-        try:
-            return task_job(arguments.task, steps), True
-        except ImportError as error:
-            raise ConfigurationError(
-                f"plan: {error}; install its packages with pip install 'mpicomp[torch,bench]'"
-            ) from error
-    if not 1 <= parameters < 1e15 or not 0 < step_s < float("inf"):
-        raise ConfigurationError(
-            f"plan: --parameters must be at least 1 and --step-seconds above 0, got {parameters} and {step_s}"
-        )
-    return gpt_job(int(parameters), step_s, steps), False
 
 
 def read_job(path: str, steps: int | None) -> tuple[Job, bool]:
@@ -257,27 +190,3 @@ def _steps(row: dict[str, Any]) -> str:
         return "" if row["exchange"] == "none" else "unknown"
     ratio, low, high = (row[name] - 1 for name in ("steps_ratio", "steps_low", "steps_high"))
     return "as dense" if low == high == 0 else f"{ratio:+.0%} ({low:+.0%} to {high:+.0%})"
-
-
-def draw(plans: dict[str, dict[str, Any]], path: str) -> None:
-    """Draw bars of the throughput that each exchange leaves, a group a network, in the format that a path ends in."""
-    import matplotlib as mpl
-    from matplotlib.figure import Figure
-    from mpicomp.bench.report.plots import STYLE
-
-    with mpl.rc_context(STYLE):
-        figure = Figure(figsize=(max(6.0, 2.5 * len(plans)), 4.0), layout="constrained")
-        axes = figure.subplots()
-        rows = [found["rows"][1:] for found in plans.values()]  # without that of no exchange
-        width = 0.8 / len(rows[0])
-        for index, of_exchange in enumerate(zip(*rows, strict=True)):
-            places = [place + width * (index - (len(rows[0]) - 1) / 2) for place in range(len(plans))]
-            axes.bar(places, [row["throughput"] for row in of_exchange], width, label=of_exchange[0]["exchange"])
-        axes.set_xticks(range(len(plans)), [label.replace(", ", "\n") for label in plans])
-        axes.set_ylabel("throughput, share of that without exchange")
-        axes.set_ylim(0, 1.05)
-        figure.legend(loc="outside upper center", ncols=4)
-        try:
-            figure.savefig(path, metadata={"Date": None} if path.endswith(".svg") else None)
-        except (OSError, ValueError) as error:
-            raise FileWriteError(f"plan: '{path}' cannot be written: {error}") from error

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import matplotlib as mpl
 import numpy as np
 from cycler import cycler
 from matplotlib.axes import Axes
@@ -12,6 +13,8 @@ from matplotlib.ticker import FuncFormatter
 from mpicomp.bench.measure.run_fields import PHASES
 from mpicomp.bench.report.numbers import amount, digits, listed, seconds, times
 from mpicomp.bench.report.runs import Array, Run
+
+from mpicomp.errors import FileWriteError
 
 _MAX_POINTS = 100  # of a curve
 _STEPS_PER_POINT = 5  # at least, where there are many more steps
@@ -191,3 +194,23 @@ def _bars(names: Sequence[str]) -> tuple[Figure, Axes]:
     axes.invert_yaxis()
     axes.grid(visible=False, axis="y")
     return figure, axes
+
+
+def draw_plans(plans: dict[str, dict[str, Any]], path: str) -> None:
+    """Draw bars of the throughput that each exchange leaves, a group a network, in the format that a path ends in."""
+    with mpl.rc_context(STYLE):
+        figure = Figure(figsize=(max(6.0, 2.5 * len(plans)), 4.0), layout="constrained")
+        axes = figure.subplots()
+        rows = [found["rows"][1:] for found in plans.values()]  # without that of no exchange
+        width = 0.8 / len(rows[0])
+        for index, of_exchange in enumerate(zip(*rows, strict=True)):
+            places = [place + width * (index - (len(rows[0]) - 1) / 2) for place in range(len(plans))]
+            axes.bar(places, [row["throughput"] for row in of_exchange], width, label=of_exchange[0]["exchange"])
+        axes.set_xticks(range(len(plans)), [label.replace(", ", "\n") for label in plans])
+        axes.set_ylabel("throughput, share of that without exchange")
+        axes.set_ylim(0, 1.05)
+        figure.legend(loc="outside upper center", ncols=4)
+        try:
+            figure.savefig(path, metadata={"Date": None} if path.endswith(".svg") else None)
+        except (OSError, ValueError) as error:
+            raise FileWriteError(f"plan: '{path}' cannot be written: {error}") from error
