@@ -37,8 +37,8 @@ of a processor's time, and the seconds of the phases of its exchange, NaN where 
 FIELDS = 8  # numbers that a rank reports of a step
 
 
-class TrainingRow(TypedDict):
-    """A row of ``bench training``."""
+class _Training(TypedDict):
+    """The training and its exchange."""
 
     task: Annotated[str, "name of the task"]
     ranks: Annotated[int, "that took part"]
@@ -56,6 +56,11 @@ class TrainingRow(TypedDict):
     ran: Annotated[str | None, "the plan that most buckets and steps ran; null for `none` and for DDP"]
     blocks: Annotated[int, "in which the steps that count were done"]
     steps: Annotated[int, "that count"]
+
+
+class TrainingRow(_Training):
+    """A row of ``bench training``."""
+
     median_s: Annotated[float, "median of the samples"]
     low_s: Annotated[float | None, "lower end of its 95 % interval"]
     high_s: Annotated[float | None, "its upper end"]

@@ -57,8 +57,8 @@ class PlanEntry(TypedDict):
     share: Annotated[float, "share of the steps; where there are several buckets, weighted by their elements"]
 
 
-class RunObject(msgspec.Struct, kw_only=True):
-    """The object that ``train --json`` writes; the same on every rank, except for the quality, which rank 0 has."""
+class RunSettings(msgspec.Struct, kw_only=True):
+    """The settings of a training, and the plan that it ran."""
 
     schema: Annotated[int, "version of this table, 1"] = 1
     task: Annotated[str, "name of the task"]
@@ -82,6 +82,11 @@ class RunObject(msgspec.Struct, kw_only=True):
     resumed_at: Annotated[int, "steps that an earlier run made before its checkpoint: `--checkpoints`; 0 for none"]
     seed: Annotated[int, "of the model, the batches and the schemes"]
     parameters: Annotated[int, "elements of the model"]
+
+
+class RunObject(RunSettings, kw_only=True):
+    """The object that ``train --json`` writes; the same on every rank, except for the quality, which rank 0 has."""
+
     quality: Annotated[Quality, "that of the model on held-out data, below"]
     median_step_s: Annotated[float, "a step"]
     phases_s: Annotated[dict[str, float], "medians of the parts of a step; they do not add up to `median_step_s`"]

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, TypedDict
+from typing import Annotated, Any, TypedDict, get_type_hints
 
 import numpy as np
 from mpicomp.bench.measure.exchanges import (
@@ -24,8 +24,8 @@ from mpicomp.bench.measure.intervals import median_interval
 from mpicomp.compressors import Compressor
 
 
-class PlanRow(TypedDict):
-    """A row of ``bench collectives``."""
+class _Mean(TypedDict):
+    """The plan, its seconds and its mean."""
 
     compressor: Annotated[str, "name; `none` for MPI's own sum"]
     ratio: Annotated[float | None, "kept fraction that was asked for; null where there is none"]
@@ -42,6 +42,11 @@ class PlanRow(TypedDict):
     speedup: Annotated[float | None, "`median_s` of the best dense plan over this one"]
     error: Annotated[float | None, "of the mean"]
     correct: Annotated[bool | None, "whether rounding explains it, and all ranks have the same bits"]
+
+
+class _Samples(_Mean):
+    """The samples, the phases and the bytes."""
+
     low_s: Annotated[float | None, "lower end of the 95 % interval of the median"]
     high_s: Annotated[float | None, "its upper end"]
     p99_s: Annotated[float | None, "99 % of the samples took no longer"]
@@ -60,6 +65,11 @@ class PlanRow(TypedDict):
     algbw_gb_s: Annotated[float | None, "`4 numel / median_s`"]
     busbw_gb_s: Annotated[float | None, "that times `2 (ranks - 1) / ranks`"]
     wirebw_gb_s: Annotated[float | None, "`wire_bytes / median_s`"]
+
+
+class PlanRow(_Samples):
+    """A row of ``bench collectives``."""
+
     chosen: Annotated[str | None, "the plan that `auto` ran most often; null for others, as the fields below"]
     best: Annotated[str | None, "the best fixed plan of those that `auto` may choose, no compression among them"]
     best_s: Annotated[float | None, "its median, timed in turn with `auto`"]
@@ -126,7 +136,7 @@ def rows_of(timings: Sequence[TimedPlan], dense: Sequence[TimedPlan], where: Map
     rows = []
     for timing in timings:
         plan, runner = timing.plan, timing.runner
-        row: dict[str, Any] = dict.fromkeys(PlanRow.__annotations__) | {
+        row: dict[str, Any] = dict.fromkeys(get_type_hints(PlanRow)) | {
             "compressor": "none" if plan.collective == MPI else plan.compressor.id,
             "ratio": getattr(plan.compressor, "ratio", None),
             "collective": plan.collective,
