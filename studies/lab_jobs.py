@@ -1,12 +1,12 @@
 """Commands of mpicomp in labs, or as ranks on this host."""
 
-import argparse
 import os
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from mpicomp.bench.lab.lab_settings import LabError, parse_bandwidth, parse_latency
 from mpicomp.bench.lab.launch import find_launcher, find_mpi
@@ -45,16 +45,15 @@ class Network:
         return f"{self.bandwidth}/{self.latency}"
 
 
-def add_lab(parser: argparse.ArgumentParser, networks: str) -> None:
-    """Declare the hosts and the networks of labs, with default networks."""
-    parser.add_argument("--hosts", type=int, default=4, metavar="N", help="of each lab (%(default)s)")
-    links = "bandwidth and latency of each lab's links (%(default)s)"
-    parser.add_argument("--networks", default=networks, metavar="B/L[,..]", help=links)
+def options(networks: str) -> dict[str, tuple[Any, str, str]]:
+    """Return the options of labs, with default networks."""
+    links = "bandwidth and latency of each lab's links"
+    return {"--hosts": (4, "N", "of each lab"), "--networks": (networks, "B/L[,..]", links)}
 
 
-def read_networks(study: str, text: str) -> list[Network]:
-    """Read networks with commas between them; duplicates count once."""
-    networks = list(dict.fromkeys(Network.read(word) for word in text.split(",") if word.strip()))
+def read_networks(study: str, words: Sequence[str]) -> list[Network]:
+    """Read networks; duplicates count once."""
+    networks = list(dict.fromkeys(map(Network.read, words)))
     if not networks:
         raise ConfigurationError(f"{study}: --networks names nothing; write for example 50mbit/1ms")
     return networks

@@ -1,24 +1,19 @@
 """Study of the regret of choosing the collective, on a grid of emulated networks: ``python studies/regret.py``."""
 
-import argparse
 import json
-import sys
 import tempfile
-import time
-from collections.abc import Mapping, Sequence
+from argparse import Namespace
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import lab_jobs
 import numpy as np
-from mpicomp.bench.measure import results
+from study_rows import Rows, Study, show
 
-from mpicomp.cli import run_program
-from mpicomp.cli.options import check_writable, read_compressors, read_list, read_numels, read_ratios
-from mpicomp.setting_checks import check_least
+from mpicomp.cli.options import read_compressors, read_list, read_numels, read_ratios
 
 _STUDY = "regret"
-_NETWORKS = "50mbit/0us,50mbit/1ms,50mbit/10ms,200mbit/0us,200mbit/1ms,200mbit/10ms,1gbit/0us,2.5gbit/0us"
 _COLUMNS = {
     "bandwidth": "", "latency": "", "numel": "d", "ratio": "g", "best": "", "best_s": ".4g", "chosen": "",
     "median_s": ".4g", "regret": "+.1%", "regret_low": "+.1%", "regret_high": "+.1%", "best_dense_s": ".4g",
@@ -29,57 +24,19 @@ _BEHIND_S = 200e-6  # seconds by which a dense choice may be behind the best den
 _BEHIND = 0.03  # share by which another choice may be behind the best one
 
 
-def parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="studies/regret.py",
-        description="Run `mpicomp bench collectives` with all plans and auto in one lab a network, and show for every "
-        "network, length and ratio how much longer auto takes than the best fixed plan. It needs a lab. The default "
-        "grid takes up to 40 minutes.",
-    )
-    lab_jobs.add_lab(parser, _NETWORKS)
-    parser.add_argument("--numel", default="262144,4194304,25600000", metavar="N[,..]", help="elements (%(default)s)")
-    parser.add_argument("--ratio", default="0.001,0.01", metavar="R[,..]", help="kept fractions (%(default)s)")
-    parser.add_argument("--compressor", default="topk", metavar="A[,..]", help="see bench collectives (%(default)s)")
-    parser.add_argument("--limit", type=float, default=0.6, metavar="S", help="seconds of timing a plan (%(default)s)")
-    parser.add_argument("--json", metavar="F", help="write all rows to F as one JSON object, after every network")
-    parser.set_defaults(alone=True)
-    return parser
-
-
-def run(arguments: argparse.Namespace) -> int:
-    """Run the labs one after the other, and print a table."""
-    links = lab_jobs.read_networks(_STUDY, arguments.networks)
-    check_least(_STUDY, "--hosts", arguments.hosts)
-    read_numels(_STUDY, arguments.numel)
-    read_compressors(_STUDY, read_list(arguments.compressor), read_ratios(_STUDY, arguments.ratio))
-    if arguments.json is not None:
-        check_writable(_STUDY, arguments.json)
-    lab_jobs.check_lab(_STUDY)
-
-    options = ["--numel", arguments.numel, "--ratio", arguments.ratio, "--compressor", arguments.compressor]
-    options += ["--limit", str(arguments.limit)]
-    begin = time.monotonic()
+def measure(network: lab_jobs.Network, hosts: int, options: Sequence[str]) -> dict[str, Any]:
+    """Run all plans and auto in a lab; return the rows of `bench collectives`, judged, and the MPI job."""
 
     def watch(line: str) -> None:
         if "elements" in line and (", auto: " in line or line.startswith("WRONG")):
-            print(f"{time.monotonic() - begin:6.0f} s  {network}  {line.removeprefix('# ')}", flush=True)
+            print(f"{network}  {line.removeprefix('# ')}", flush=True)
 
-    found = []
-    for network in links:
-        with tempfile.TemporaryDirectory(prefix="mpicomp-study-") as folder:
-            path = Path(folder) / "rows.json"
-            words = ["bench", "collectives", *options, "--json", str(path)]
-            lab_jobs.run(arguments.hosts, network, words, watch)
-            written = json.loads(path.read_text())
-        job, place = written["environment"]["job"], {"bandwidth": network.bandwidth, "latency": network.latency}
-        found += [place | row for row in judged(written["rows"])]
-        if arguments.json is not None:
-            results.write(arguments.json, found, 1, job=job)
-    cells = [row for row in found if row["chosen"] is not None]
-    results.show(cells, _COLUMNS)
-    print("\n" + "\n".join(summary(cells, prediction_errors(found))))
-    print(f"seconds in all: {time.monotonic() - begin:.0f}")
-    return 0
+    with tempfile.TemporaryDirectory(prefix="mpicomp-study-") as folder:
+        path = Path(folder) / "rows.json"
+        lab_jobs.run(hosts, network, ["bench", "collectives", *options, "--json", str(path)], watch)
+        written = json.loads(path.read_text())
+    place = {"bandwidth": network.bandwidth, "latency": network.latency}
+    return {"job": written["environment"]["job"], "rows": [place | row for row in judged(written["rows"])]}
 
 
 def judged(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -111,25 +68,59 @@ def prediction_errors(rows: Sequence[Mapping[str, Any]]) -> list[float]:
 
 def summary(cells: Sequence[Mapping[str, Any]], errors: Sequence[float]) -> list[str]:
     """Return lines that summarize a grid, by the rows of ``auto`` from `judged` and the errors of all rows."""
-    regrets = [cell["regret"] for cell in cells]
     worst = max(cells, key=lambda cell: float(cell["regret"]))
     sure = max((cell["regret_low"] for cell in cells if cell["regret_low"] is not None), default=None)
     lines = [
         f"cells: {len(cells)}",
-        f"regret over the best fixed plan: median {np.median(regrets):+.1%}, worst {worst['regret']:+.1%} "
-        f"({worst['bandwidth']}, {worst['latency']}, {worst['numel']:,} elements, ratio {worst['ratio']})",
+        f"regret over the best fixed plan: median {np.median([cell['regret'] for cell in cells]):+.1%}, worst "
+        f"{worst['regret']:+.1%} ({worst['bandwidth']}, {worst['latency']}, {worst['numel']:,} elements, ratio "
+        f"{worst['ratio']})",
+        f"behind the best dense plan by more than {_BEHIND:.0%}, or {1e6 * _BEHIND_S:.0f} us in cells under "
+        f"{1e3 * _SHORT_S:.0f} ms: {sum(cell['is_behind'] for cell in cells)} of {len(cells)}",
     ]
     if sure is not None:
         lines.append(f"worst lower end of an interval of regret: {sure:+.1%}")
-    num_behind = sum(cell["is_behind"] for cell in cells)
-    lines.append(
-        f"behind the best dense plan by more than {_BEHIND:.0%}, or {1e6 * _BEHIND_S:.0f} us in cells under "
-        f"{1e3 * _SHORT_S:.0f} ms: {num_behind} of {len(cells)}"
-    )
     if errors:
         lines.append(f"predicted against measured seconds: median error {np.median(errors):.1%} of {len(errors)} rows")
     return lines
 
 
+def rows(_: Rows, arguments: Namespace) -> Iterator[tuple[Any, ...]]:
+    networks = lab_jobs.read_networks(_STUDY, arguments.networks)
+    read_numels(_STUDY, arguments.numel)
+    read_compressors(_STUDY, read_list(arguments.compressor), read_ratios(_STUDY, arguments.ratio))
+    lab_jobs.check_lab(_STUDY)
+    options = ["--numel", arguments.numel, "--ratio", arguments.ratio, "--compressor", arguments.compressor]
+    for network in networks:
+        yield (str(network),), measure, network, arguments.hosts, [*options, "--limit", str(arguments.timing)]
+
+
+def tables(measured: Rows, _: Namespace) -> None:
+    found = [row for network in measured.made for row in network["rows"]]
+    cells = [row for row in found if row["chosen"] is not None]
+    notes = summary(cells, prediction_errors(found)) if cells else ()
+    show("auto and the best fixed plan", cells, notes, _COLUMNS)
+
+
+STUDY = Study(
+    _STUDY,
+    "Run `mpicomp bench collectives` with all plans and auto in one lab a network, and show for every network, length "
+    "and ratio how much longer auto takes than the best fixed plan. It needs a lab. The default grid takes up to 40 "
+    "minutes.",
+    ("network",),
+    rows,
+    tables,
+    {
+        **lab_jobs.options(
+            "50mbit/0us,50mbit/1ms,50mbit/10ms,200mbit/0us,200mbit/1ms,200mbit/10ms,1gbit/0us,2.5gbit/0us"
+        ),
+        "--numel": ("262144,4194304,25600000", "ELEMENTS", "lengths"),
+        "--ratio": ("0.001,0.01", "RATIOS", "kept fractions"),
+        "--compressor": ("topk", "NAMES", "see bench collectives"),
+        "--timing": (0.6, "S", "seconds of timing a plan"),
+    },
+    {"hosts": 1},
+)
+
 if __name__ == "__main__":
-    sys.exit(run_program(parser().parse_args, run))
+    STUDY.main()

@@ -1,70 +1,25 @@
-"""The frame of studies: rows in a file that a later run continues, and the model of ranks in this process."""
+"""The frame of studies: options, rows in a file that a later run continues, tables, and simulated ranks' model."""
 
 import argparse
 import copy
 import json
 import math
+import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from mpicomp.bench.measure import results
 from mpicomp.bench.tasks import Task
 from numpy.typing import NDArray
 
-from mpicomp.cli.options import check_writable
-from mpicomp.errors import ConfigurationError, MpicompError
-
-
-class SharedModel:
-    """The model that all ranks compute their gradients with, and its task's optimizer."""
-
-    def __init__(self, task: Task, steps: int) -> None:
-        self.task = task
-        self.model = task.model()
-        self.parameters = dict(self.model.named_parameters())
-        self.optimizer = task.optimizer(self.model)
-        self.schedule = task.schedule(self.optimizer, steps)
-
-    def backward(self, step: int, rank: int, ranks: int) -> float:
-        self.model.zero_grad()
-        loss = self.task.loss(self.model, self.task.batch(step, rank, ranks))
-        loss.backward()  # type: ignore[no-untyped-call]
-        return float(loss.detach())
-
-    def gradients(self) -> dict[str, NDArray[np.float32]]:
-        grads = {name: parameter.grad for name, parameter in self.parameters.items()}
-        return {name: grad.numpy().copy() for name, grad in grads.items() if grad is not None}
-
-    def set_gradients(self, means: Mapping[str, NDArray[np.float32]]) -> None:
-        for name, parameter in self.parameters.items():
-            if parameter.grad is not None:
-                parameter.grad.numpy()[...] = means[name]
-
-    def update(self) -> None:
-        from mpicomp.bench.trainer import update  # loads torch
-
-        update(self.task, self.optimizer, self.schedule)
-
-    def quality(self) -> float:
-        return self.task.evaluate(self.model)
-
-    def copy(self, buffers: bool = True) -> Any:
-        """Return a copy of parameters, the optimizer's state, and the model's buffers; not of the learning rate."""
-        tensors = [*self.parameters.values(), *(self.model.buffers() if buffers else ())]
-        states = {parameter: copy.deepcopy(state) for parameter, state in self.optimizer.state.items()}
-        return [(tensor, tensor.detach().clone()) for tensor in tensors], states
-
-    def restore(self, copied: Any) -> None:
-        """Restore a result of `copy`, once or several times."""
-        tensors, states = copied
-        for tensor, values in tensors:
-            tensor.detach().copy_(values)
-        self.optimizer.state.clear()
-        for parameter, state in states.items():
-            self.optimizer.state[parameter] = copy.deepcopy(state)
+from mpicomp.cli import run_program
+from mpicomp.cli.options import check_writable, read_list
+from mpicomp.errors import ConfigurationError, MpicompError, UnknownNameError
+from mpicomp.setting_checks import check_least
 
 
 @dataclass
@@ -109,13 +64,60 @@ class Rows:
                 file.write(json.dumps(row) + "\n")
 
 
-def add_rows(parser: argparse.ArgumentParser) -> None:
-    """Declare the file of rows, and the time after which no more are measured."""
-    parser.add_argument("--rows", metavar="F.jsonl", help="append every row to F; rows in it are not measured again")
-    parser.add_argument(
-        "--limit", type=float, default=90.0, metavar="M", help="minutes, after which no row begins (90)"
-    )
-    parser.set_defaults(alone=True)
+@dataclass(frozen=True)
+class Study:
+    """A script that measures rows, one after the other, and prints tables of them."""
+
+    name: str  # its path below this folder, without ending
+    description: str
+    key: Sequence[str]  # fields that tell one row from another
+    # Measures rows that are missing, or yields the key of each, the function that makes it and that one's arguments
+    rows: Callable[[Rows, argparse.Namespace], Iterator[tuple[Any, ...]]]
+    show: Callable[[Rows, argparse.Namespace], None]  # prints tables
+    # By flag: the default, a metavar and the help. A metavar that ends in [,..] or [;..] is of a list, of numbers where
+    # it begins with N or K; without a default such a list is all that is known
+    options: Mapping[str, tuple[Any, str, str]]
+    least: Mapping[str, int] = field(default_factory=dict)  # of options that are numbers
+    known: Mapping[str, Callable[[argparse.Namespace], Iterable[str]]] = field(default_factory=dict)  # names of a list
+
+    def parser(self) -> argparse.ArgumentParser:
+        parser = argparse.ArgumentParser(prog=f"studies/{self.name}.py", description=self.description)
+        for flag, (default, metavar, text) in self.options.items():
+            kind = type(default) if default is not None else str if metavar.endswith("]") else int
+            help_text = text if default is None else f"{text} (%(default)s)"
+            choices = metavar.split("|") if "|" in metavar else None
+            parser.add_argument(flag, type=kind, default=default, metavar=metavar, help=help_text, choices=choices)
+        parser.add_argument("--rows", metavar="F.jsonl", help="append rows to F; those in it are not measured again")
+        parser.add_argument("--limit", type=float, default=90.0, metavar="M", help="minutes, after which no row begins")
+        parser.set_defaults(alone=True)
+        return parser
+
+    def run(self, arguments: argparse.Namespace) -> int:
+        """Measure missing rows, and print the tables; return 1 where a row is missing."""
+        name = Path(self.name).name
+        for option, least in self.least.items():
+            if getattr(arguments, option) is not None:
+                check_least(name, f"--{option}", getattr(arguments, option), least)
+        for flag, (_, metavar, _) in self.options.items():
+            if metavar.endswith("]"):
+                option, text = flag[2:], getattr(arguments, flag[2:])
+                known = list(self.known[option](arguments)) if option in self.known else None
+                words = known if text is None else read_list(text) if ",.." in metavar else text.split(";")
+                assert words is not None
+                for word in words if known is not None else ():
+                    if word not in known:
+                        raise UnknownNameError(f"{name}: {flag}", word, known)
+                setattr(arguments, option, [int(word) for word in words] if metavar[0] in "KN" else words)
+        rows = begin(name, arguments, self.key)
+        for key, make, *words in self.rows(rows, arguments):
+            rows.measure(key, make, *words)
+        self.show(rows, arguments)
+        if rows.late:
+            print(f"\nnot measured, since the time was over or it failed: {'; '.join(rows.late)}")
+        return int(bool(rows.late))
+
+    def main(self) -> None:
+        sys.exit(run_program(lambda: self.parser().parse_args(), self.run))
 
 
 def begin(study: str, arguments: argparse.Namespace, key: Sequence[str]) -> Rows:
@@ -129,8 +131,63 @@ def begin(study: str, arguments: argparse.Namespace, key: Sequence[str]) -> Rows
     return Rows(key, path, [json.loads(line) for line in there], time.monotonic() + 60 * arguments.limit)
 
 
-def print_late(rows: Rows) -> int:
-    """Print the rows that were not measured; return the status of the study, 1 where there are such."""
-    if rows.late:
-        print(f"\nnot measured, since the time was over or it failed: {'; '.join(rows.late)}")
-    return int(bool(rows.late))
+def show(
+    title: str,
+    lines: Sequence[Mapping[str, Any]],
+    notes: Sequence[str] = (),
+    columns: Mapping[str, str] | None = None,
+) -> None:
+    """Print a table below its title, and notes. Without ``columns`` a key is a name, and the format after a bar."""
+    print(f"\n{title}")
+    if columns is None:
+        columns = dict(key.partition("|")[::2] for key in lines[0]) if lines else {}
+        lines = [{key.partition("|")[0]: value for key, value in line.items()} for line in lines]
+    results.show(lines, columns)
+    for note in notes:
+        print(f"- {note}")
+
+
+class SharedModel:
+    """The model that all ranks compute their gradients with, and its task's optimizer."""
+
+    def __init__(self, task: Task, steps: int) -> None:
+        self.task = task
+        self.model = task.model()
+        self.parameters = dict(self.model.named_parameters())
+        self.optimizer = task.optimizer(self.model)
+        self.schedule = task.schedule(self.optimizer, steps)
+
+    def backward(self, step: int, rank: int, ranks: int) -> float:
+        self.model.zero_grad()
+        loss = self.task.loss(self.model, self.task.batch(step, rank, ranks))
+        loss.backward()  # type: ignore[no-untyped-call]
+        return float(loss.detach())
+
+    def gradients(self) -> dict[str, NDArray[np.float32]]:
+        grads = {name: parameter.grad for name, parameter in self.parameters.items()}
+        return {name: grad.numpy().copy() for name, grad in grads.items() if grad is not None}
+
+    def set_gradients(self, means: Mapping[str, NDArray[np.float32]]) -> None:
+        for name, parameter in self.parameters.items():
+            if parameter.grad is not None:
+                parameter.grad.numpy()[...] = means[name]
+
+    def update(self) -> None:
+        from mpicomp.bench.trainer import update  # loads torch
+
+        update(self.task, self.optimizer, self.schedule)
+
+    def copy(self, buffers: bool = True) -> Any:
+        """Return a copy of parameters, the optimizer's state, and the model's buffers; not of the learning rate."""
+        tensors = [*self.parameters.values(), *(self.model.buffers() if buffers else ())]
+        states = {parameter: copy.deepcopy(state) for parameter, state in self.optimizer.state.items()}
+        return [(tensor, tensor.detach().clone()) for tensor in tensors], states
+
+    def restore(self, copied: Any) -> None:
+        """Restore a result of `copy`, once or several times."""
+        tensors, states = copied
+        for tensor, values in tensors:
+            tensor.detach().copy_(values)
+        self.optimizer.state.clear()
+        for parameter, state in states.items():
+            self.optimizer.state[parameter] = copy.deepcopy(state)

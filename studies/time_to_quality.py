@@ -4,12 +4,12 @@ A fixed plan learns the same on every network: it trains once a seed, on one hos
 lab of each network. A policy whose plans change trains in each lab.
 """
 
-import argparse
+import itertools
 import json
 import math
-import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from argparse import Namespace
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, stdev
@@ -17,21 +17,18 @@ from typing import Any
 
 import lab_jobs
 import numpy as np
-import study_rows
 from lab_jobs import Network
-from mpicomp.bench.measure import results
-
-from mpicomp.cli import run_program
-from mpicomp.cli.options import read_list
-from mpicomp.errors import UnknownNameError
-from mpicomp.setting_checks import check_least
+from study_rows import Rows, Study, show
 
 _STUDY = "time_to_quality"
-_KEY = ("task", "network", "arm", "seed", "steps")
+_COLUMNS = {
+    "task": "", "network": "", "arm": "", "time_s": ".2f", "time_sd": ".2f", "of_dense": ".3f", "summed_s": ".2f",
+    "steps": ".0f", "reached": "d", "seeds": "d", "step_s": ".4f", "choosing_ms": ".2f", "step_MB": ".4g",
+    "quality": ".4f", "equal": "",
+}  # fmt: skip
 _ONE_HOST = "one host"
 _DENSE = "dense"
 _MIN_LOOKS = 20  # at held-out data, where the number of steps is given
-_NETWORKS = "50mbit/1ms,200mbit/1ms,1gbit/0us,2.5gbit/0us"
 _PINNED = ("--compressor", "topk", "--ratio", "0.01", "--collective", "allgather")
 _TWICE = ("--compressor", "topk", "--ratio", "0.02", "--collective", "allgather")  # lgreco halves the bytes of that
 
@@ -197,12 +194,12 @@ def table(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
             dense_s = _mean([base[seed]["time_s"] for seed in seeds if seed in base])
             qualities = [seed["quality"] for seed in seeds.values()]
             found.append({
-                "task": task, "network": network, "arm": arm, "seeds": len(seeds), "time_s": time_s,
+                "task": task, "network": network, "arm": arm, "time_s": time_s,
                 "time_sd": _deviation([seed["time_s"] for seed in seeds.values()]),
                 "of_dense": None if time_s is None or not dense_s else time_s / dense_s,
                 "summed_s": _mean([seed["summed_s"] for seed in seeds.values()]),
                 "steps": _mean([seed["steps_to"] for seed in seeds.values()]),
-                "reached": sum(seed["steps_to"] is not None for seed in seeds.values()),
+                "reached": sum(seed["steps_to"] is not None for seed in seeds.values()), "seeds": len(seeds),
                 "step_s": fmean(seed["median_step_s"] for seed in seeds.values()),
                 "choosing_ms": 1e3 * fmean(seed["choosing_s"] for seed in seeds.values()),
                 "step_MB": fmean(seed["step_wire_bytes"] for seed in seeds.values()) / 1e6,
@@ -224,61 +221,48 @@ def _deviation(values: Sequence[float | None]) -> float | None:
     return stdev(known) if len(known) == len(values) > 1 else None
 
 
-def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(
-        prog=f"studies/{_STUDY}.py",
-        description="Train until the quality of dense exchange is reached, and show for every task and emulated "
-        "network the seconds that takes with each policy or plan. It needs a lab, and hours without options.",
-    )
-    made.add_argument("--tasks", default="digits,text-lstm", metavar="T[,..]", help=f"{', '.join(GOALS)} (%(default)s)")
-    known = ", ".join([*PLANS, *POLICIES])
-    made.add_argument("--arms", default=_ARMS, metavar="A[,..]", help=f"{known} (%(default)s); dense in any case")
-    lab_jobs.add_lab(made, _NETWORKS)
-    made.add_argument("--seeds", default="0,1,2", metavar="K[,..]", help="(%(default)s)")
-    made.add_argument("--steps", type=int, metavar="S", help="of a training (those of the task; text-gpt: 120)")
-    made.add_argument("--timed", type=int, default=24, metavar="S", help="steps that are timed in a lab (%(default)s)")
-    study_rows.add_rows(made)
-    return made
-
-
-def run(arguments: argparse.Namespace) -> int:
-    """Train missing rows, and print a table; 1 where a training failed."""
-    arms = list(dict.fromkeys([_DENSE, *read_list(arguments.arms)]))
-    tasks, seeds = read_list(arguments.tasks), [int(word) for word in read_list(arguments.seeds)]
-    for option, names, known in (("--arms", arms, [*PLANS, *POLICIES]), ("--tasks", tasks, list(GOALS))):
-        for name in names:
-            if name not in known:
-                raise UnknownNameError(f"{_STUDY}: {option}", name, known)
-    for option, least in (("hosts", 2), ("steps", 1), ("timed", 8)):
-        if getattr(arguments, option) is not None:
-            check_least(_STUDY, f"--{option}", getattr(arguments, option), least)
+def rows(_: Rows, arguments: Namespace) -> Iterator[tuple[Any, ...]]:
     networks = lab_jobs.read_networks(_STUDY, arguments.networks)
-    rows = study_rows.begin(_STUDY, arguments, _KEY)
     lab_jobs.check_lab(_STUDY)
     hosts, steps = arguments.hosts, arguments.steps
-    for seed in seeds:
-        for task in tasks:
-            for arm in arms:
-                if arm in PLANS:
-                    rows.measure((task, _ONE_HOST, arm, seed, steps), train, task, None, arm, seed, steps, hosts)
-                for network in networks:
-                    if arm in POLICIES:
-                        key = task, str(network), arm, seed, steps
-                        rows.measure(key, train, task, network, arm, seed, steps, hosts)
-                    elif seed == seeds[0]:
-                        key = task, str(network), arm, seed, "timed"
-                        rows.measure(key, train, task, network, arm, seed, arguments.timed, hosts)
-    results.show(table([row for row in rows.made if row["steps"] in (steps, "timed")]), {
-        "task": "", "network": "", "arm": "", "time_s": ".2f", "time_sd": ".2f", "of_dense": ".3f", "summed_s": ".2f",
-        "steps": ".0f", "reached": "d", "seeds": "d", "step_s": ".4f", "choosing_ms": ".2f", "step_MB": ".4g",
-        "quality": ".4f", "equal": "",
-    })  # fmt: skip
-    print(
-        "time_s: steps to the target times the median step, mean and deviation over seeds; none where a seed misses it"
-        "\nsummed_s: of policies with their measured steps; target: dense less 0.015 (digits), times 1.01 (text)"
-    )
-    return study_rows.print_late(rows)
+    arms = dict.fromkeys([_DENSE, *arguments.arms])
+    for seed, task, arm in itertools.product(arguments.seeds, arguments.tasks, arms):
+        if arm in PLANS:
+            yield (task, _ONE_HOST, arm, seed, steps), train, task, None, arm, seed, steps, hosts
+        for network in networks:
+            if arm in POLICIES:
+                yield (task, str(network), arm, seed, steps), train, task, network, arm, seed, steps, hosts
+            elif seed == arguments.seeds[0]:
+                key = task, str(network), arm, seed, "timed"
+                yield key, train, task, network, arm, seed, arguments.timed, hosts
 
+
+def tables(measured: Rows, arguments: Namespace) -> None:
+    made = [row for row in measured.made if row["steps"] in (arguments.steps, "timed")]
+    show("Time to the quality of dense exchange", table(made), [
+        "time_s: steps to the target times the median step, mean and deviation over seeds; none where a seed misses it",
+        "summed_s: of policies with their measured steps; target: dense less 0.015 (digits), times 1.01 (text)",
+    ], _COLUMNS)  # fmt: skip
+
+
+STUDY = Study(
+    _STUDY,
+    "Train until the quality of dense exchange is reached, and show for every task and emulated network the seconds "
+    "that takes with each policy or plan. It needs a lab, and hours without options.",
+    ("task", "network", "arm", "seed", "steps"),
+    rows,
+    tables,
+    {
+        "--tasks": ("digits,text-lstm", "T[,..]", ", ".join(GOALS)),
+        "--arms": (_ARMS, "A[,..]", f"{', '.join([*PLANS, *POLICIES])}; dense in any case"),
+        **lab_jobs.options("50mbit/1ms,200mbit/1ms,1gbit/0us,2.5gbit/0us"),
+        "--seeds": ("0,1,2", "K[,..]", "of trainings"),
+        "--steps": (None, "S", "of a training (those of the task; text-gpt: 120)"),
+        "--timed": (24, "S", "steps that are timed in a lab"),
+    },
+    {"hosts": 2, "steps": 1, "timed": 8},
+    {"tasks": lambda _: GOALS, "arms": lambda _: [*PLANS, *POLICIES]},
+)
 
 if __name__ == "__main__":
-    sys.exit(run_program(parser().parse_args, run))
+    STUDY.main()

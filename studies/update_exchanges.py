@@ -4,33 +4,26 @@ Ranks are simulated in this process, with the library's exchange among them, and
 learning rates.
 """
 
-import argparse
 import itertools
-import sys
-from collections.abc import Mapping, Sequence
+from argparse import Namespace
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import study_rows
 import torch
 from mpicomp.bench import devices
-from mpicomp.bench.measure import results
 from mpicomp.bench.tasks import Task, get_task, list_tasks
 from numpy.typing import NDArray
+from study_rows import Rows, Study, show
 
 import mpicomp
-from mpicomp.cli import run_program
-from mpicomp.cli.options import add_device, read_list
-from mpicomp.errors import UnknownNameError
 from mpicomp.mpi import LocalWorld
 from mpicomp.mpi.rounds import dense_ring_bytes
-from mpicomp.setting_checks import check_least
 from mpicomp.torch import UpdateOptimizer
 from mpicomp.torch.muon import muon_and_adamw
 
 _STUDY = "update_exchanges"
-_KEY = ("task", "arm", "rate", "seed", "steps", "device", "ranks")
 _SPAN = (0.6, 0.9)  # shares of a run: the steps whose losses are compared
 _TINY = 1e-12  # least loss whose logarithm is taken
 _LONG_ENOUGH = 20  # steps of a run whose losses can be compared
@@ -211,45 +204,43 @@ def table(made: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return list(best.values())
 
 
-def parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog=f"studies/{_STUDY}.py",
-        description="Train with exchanges of gradients and of updates, each at the same learning rates, and print for "
-        "each the quality at its best rate, and how many times fewer bytes it sends than dense gradients.",
-    )
-    parser.add_argument("--arms", default=",".join(ARMS), metavar="A[,..]", help="(%(default)s)")
-    parser.add_argument("--rates", default="1,1.5,2", metavar="X[,..]", help="times the task's rate (%(default)s)")
-    parser.add_argument("--ranks", type=int, default=4, metavar="N", help="simulated ones (%(default)s)")
-    add_device(parser, "where all ranks train; a row of the other kind has other bits")
-    parser.add_argument("--task", default="text-gpt", metavar="T[,..]", help=f"{', '.join(list_tasks())} (%(default)s)")
-    parser.add_argument("--seeds", default="0", metavar="K[,..]", help="(%(default)s)")
-    parser.add_argument("--steps", type=int, metavar="S", help="of a training (those of the task)")
-    study_rows.add_rows(parser)
-    return parser
-
-
-def run(arguments: argparse.Namespace) -> int:
-    """Train missing rows, and print a table."""
-    arms = read_list(arguments.arms)
-    for arm in arms:
-        if arm not in ARMS:
-            raise UnknownNameError(f"{_STUDY}: --arms", arm, list(ARMS))
-    rates = [float(word) for word in read_list(arguments.rates)]
-    if arguments.steps is not None:
-        check_least(_STUDY, "--steps", arguments.steps)
-    rows = study_rows.begin(_STUDY, arguments, _KEY)
-    device, ranks = "cpu", arguments.ranks
+def rows(_: Rows, arguments: Namespace) -> Iterator[tuple[Any, ...]]:
+    device = "cpu"
     if arguments.device == "gpu":
         device = devices.torch_device(_STUDY, devices.find()).type
     torch.set_num_threads(1)  # rows of different machines are to have the same bits
-    tasks, seeds = read_list(arguments.task), map(int, read_list(arguments.seeds))
-    for task, seed, arm, rate in itertools.product(tasks, seeds, arms, rates):
-        key = task, arm, rate, seed, arguments.steps or get_task(task).steps, device, ranks
-        rows.measure(key, train, *key)
-    made = [row for row in rows.made if (row["device"], row["ranks"]) == (device, ranks)]
-    results.show(table(made), _COLUMNS)
-    return study_rows.print_late(rows)
+    for task, seed, arm, rate in itertools.product(
+        arguments.task, arguments.seeds, arguments.arms, map(float, arguments.rates)
+    ):
+        key = task, arm, rate, seed, arguments.steps or get_task(task).steps, device, arguments.ranks
+        yield key, train, *key
 
+
+def tables(measured: Rows, arguments: Namespace) -> None:
+    kind = {"cpu": "cpu", "gpu": "cuda"}[arguments.device], arguments.ranks
+    made = [row for row in measured.made if (row["device"], row["ranks"]) == kind]
+    show("Quality at the best rate, and bytes of dense gradients over those sent", table(made), (), _COLUMNS)
+
+
+STUDY = Study(
+    _STUDY,
+    "Train with exchanges of gradients and of updates, each at the same learning rates, and print for each the quality "
+    "at its best rate, and how many times fewer bytes it sends than dense gradients.",
+    ("task", "arm", "rate", "seed", "steps", "device", "ranks"),
+    rows,
+    tables,
+    {
+        "--arms": (",".join(ARMS), "A[,..]", "exchanges"),
+        "--rates": ("1,1.5,2", "X[,..]", "times the task's rate"),
+        "--ranks": (4, "N", "simulated ones"),
+        "--device": ("cpu", "cpu|gpu", "where all ranks train; a row of the other kind has other bits"),
+        "--task": ("text-gpt", "T[,..]", ", ".join(list_tasks())),
+        "--seeds": ("0", "K[,..]", "of trainings"),
+        "--steps": (None, "S", "of a training (those of the task)"),
+    },
+    {"steps": 1, "ranks": 1},
+    {"arms": lambda _: ARMS},
+)
 
 if __name__ == "__main__":
-    sys.exit(run_program(parser().parse_args, run))
+    STUDY.main()

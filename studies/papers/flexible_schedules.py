@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import paper_runs
+from study_rows import show
 
 _FAR, _NEAR = 50, 1  # milliseconds
 SCHEDULES: dict[str, list[tuple[int, float, float]]] = {
@@ -76,43 +77,38 @@ def train(schedule: str, arm: str, steps: int, ranks: int, seed: int = 0) -> dic
     return row | {"phases": found, "ranks": ranks}
 
 
-def show(rows: Sequence[Mapping[str, Any]]) -> None:
+def tables(made: Sequence[Mapping[str, Any]]) -> None:
     """Print the tables of those rows that are of schedules, means over seeds."""
-    found, parts = [], []
-    rows = [row for row in rows if row["table"] == "schedule"]
-    by_arm = paper_runs.grouped(rows, "model", "ratio")
+    lines, parts = [], []
+    by_arm = paper_runs.grouped([row for row in made if row["table"] == "schedule"], "model", "ratio")
     for (schedule, arm), same in by_arm.items():
         dense = {row["seed"]: _whole(row) for row in by_arm.get((schedule, "dense"), ())}
         over = [dense[row["seed"]] / _whole(row) for row in same if row["seed"] in dense]
-        found.append({
-            "schedule": schedule, "arm": arm, "seeds": len(same),
+        printed = {"dense": _PRINTED_TOP1["dense"], "as published": _PRINTED_TOP1[schedule]}
+        lines.append({
+            "schedule": schedule, "arm": arm, "seeds|d": len(same), "paper|.2f": printed.get(arm),
             "accuracy": paper_runs.of_seeds([100 * row["quality"] for row in same], ".1f"),
-            "seconds": fmean(_whole(row) for row in same), "over dense": fmean(over) if over else None,
+            "seconds|.1f": fmean(map(_whole, same)), "over dense|.2f": fmean(over) if over else None,
             "trials": ", ".join(str(sum(phase["trials"] for phase in row["phases"].values())) for row in same),
-            "paper": _PRINTED_TOP1[arm if arm == "dense" else schedule] if arm in ("dense", "as published") else None,
         })  # fmt: skip
         for name in same[0]["phases"]:
             of_seeds = [row["phases"][name] for row in same]
             ran = sum((Counter[str](phase["ran"]) for phase in of_seeds), Counter[str]())
-            trials, steps = sum(phase["trials"] for phase in of_seeds), sum(ran.values())
+            trials, steps = sum(phase["trials"] for phase in of_seeds), ran.total()
             parts.append({
-                "schedule": schedule, "arm": arm, "network": name, "steps": steps, "trials": trials,
-                "step": 1e3 * sum(phase["seconds"] for phase in of_seeds) / (trials + steps),
+                "schedule": schedule, "arm": arm, "network": name,
+                "step|.0f": 1e3 * sum(phase["seconds"] for phase in of_seeds) / (trials + steps),
                 "ratio": paper_runs.of_seeds([phase["ratio"] for phase in of_seeds], ".3g"),
+                "steps|d": steps, "trials|d": trials,
                 "by": ", ".join(f"{other} {count}" for other, count in ran.most_common()),
             })  # fmt: skip
-    paper_runs.show("Schedules C1 and C2, means over seeds, with the range", found, {
-        "schedule": "", "arm": "", "seeds": "d", "paper": ".2f", "accuracy": "", "seconds": ".1f",
-        "over dense": ".2f", "trials": "",
-    }, [
+    show("Schedules C1 and C2, means over seeds, with the range", lines, [
         "paper: ResNet18 on CIFAR100, 8 GPUs; here: ResNet-20 on 5,000 images of MNIST on a simulated network, whose "
         f"bandwidths are {_SCALE} times lower, as the model is smaller",
         f"seconds: of rounds, by formulas, and {1e3 * _COMPUTE_S:g} ms of computing in each step; trials: steps of "
         "searches, which are undone and come besides, of each seed",
     ])  # fmt: skip
-    paper_runs.show("Schedules C1 and C2 by network: mean milliseconds of a step, median ratio, collectives", parts, {
-        "schedule": "", "arm": "", "network": "", "step": ".0f", "ratio": "", "steps": "d", "trials": "d", "by": "",
-    })  # fmt: skip
+    show("Schedules C1 and C2 by network: mean milliseconds of a step, median ratio, collectives", parts)
 
 
 def _whole(row: Mapping[str, Any]) -> float:

@@ -24,7 +24,7 @@ _CHANGES = 5  # of the gain from step to step, whose mean counts: the window of 
 _BETWEEN = 4  # ratios that can run for each factor between two candidates
 _MIN_GAIN = 1e-9  # smallest gain that is divided by
 _ALL_BYTES = 1 << 62  # of a bucket that holds everything
-_COLLECTIVES = {"allgather": "allgather", "ring": "star-topk:ring", "tree": "star-topk:recursive-doubling"}
+COLLECTIVES = {"allgather": "allgather", "ring": "star-topk:ring", "tree": "star-topk:recursive-doubling"}
 
 
 @dataclass(eq=False)
@@ -163,7 +163,7 @@ class Search:
 
     def collective(self, ratio: float) -> str:
         """Return the collective that the inequalities name for a ratio."""
-        return _COLLECTIVES[published_choice(self.ranks, ratio * self.nbytes, *self.link())]
+        return COLLECTIVES[published_choice(self.ranks, ratio * self.nbytes, *self.link())]
 
     def rounds_s(self, ratio: float) -> float:
         """Return the seconds of the formulas."""

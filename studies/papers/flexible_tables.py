@@ -15,23 +15,18 @@ import flexible_schedules
 import lab_jobs
 import numpy as np
 import paper_runs
-from lab_jobs import Network, check_lab
+from flexible_search import COLLECTIVES, sparse_sum
 from mpicomp.bench.measure.timings import gather
-from study_rows import Rows
+from study_rows import Rows, Study, show
 
 from mpicomp import TopK
 from mpicomp.cli import run_program
-from mpicomp.cli.options import read_list
 from mpicomp.collectives import bind
 from mpicomp.compressors import Compressor
-from mpicomp.cost import formulas
 from mpicomp.job import launcher
 from mpicomp.mpi import Transport
 from mpicomp.mpi.rounds import Group, Round, Rounds
-from mpicomp.setting_checks import check_least
 
-_NAME = "flexible_tables"
-_KEY = ("table", "model", "gbps", "latency_ms", "ratio", "seed")
 _CELL_S = 8.0  # of timing a cell, at least three turns
 _TURNS = 3, 30
 _LONG_S = 60.0  # after which a cell has been timed enough with fewer turns
@@ -40,8 +35,7 @@ _SLOW_S = 2.0  # compared with which connections take no time to be made
 MODELS = {"ResNet18": 11_689_512, "ResNet50": 25_557_032, "AlexNet": 61_100_840, "ViT": 133_000_000}
 """Parameters; of ViT those that the printed figures imply."""
 
-_AG, _RING, _TREE = "allgather", "star-topk:ring", "star-topk:recursive-doubling"
-PUBLISHED = (_AG, _RING, _TREE)
+PUBLISHED = tuple(COLLECTIVES.values())  # allgather, and AR-Topk by a ring and by a tree
 _OTHERS = ("var-topk:ring", "star-topk", "allgather coded")
 PRINTED_VI: dict[tuple[str, float], tuple[tuple[float, ...], tuple[float, ...], tuple[float, ...]]] = {
     ("ResNet18", 10): ((54, 7.66, 3.28), (35, 18.1, 16.7), (43.2, 12.2, 9)),
@@ -73,30 +67,14 @@ class Cell:
         return self.table, self.model, self.gbps, self.latency_ms, self.ratio, 0
 
     @property
-    def parameters(self) -> int:
-        return MODELS[self.model]
-
-    @property
-    def network(self) -> Network:
-        return Network(f"{1000 * self.gbps / self.scale:g}mbit", f"{self.latency_ms:g}ms")
+    def network(self) -> lab_jobs.Network:
+        return lab_jobs.Network(f"{1000 * self.gbps / self.scale:g}mbit", f"{self.latency_ms:g}ms")
 
 
-def cells(scale: int) -> Iterator[Cell]:
-    """Yield all places, the printed ones first."""
-    for latency_ms in (1, 10):
-        for gbps in (10, 1):
-            for model in MODELS:
-                for ratio in RATIOS:
-                    yield Cell("VI", model, gbps, latency_ms, ratio, scale)
-
-
-def formula_ms(cell: Cell, hosts: int) -> dict[str, float]:
-    """Return the milliseconds of the paper's formulas at full size."""
-    size = 4 * cell.parameters * cell.ratio
-    indices = formulas.broadcast(hosts, size)
-    ring, tree = indices + formulas.ring(hosts, size), indices + formulas.tree(hosts, size)
-    found = {_AG: formulas.allgather(hosts, 2 * size), _RING: ring, _TREE: tree}
-    return {name: 1e3 * cost.seconds(cell.latency_ms / 1e3, 8e-9 / cell.gbps) for name, cost in found.items()}
+def cells(scale: int) -> list[Cell]:
+    """Return all places, the printed ones first."""
+    places = itertools.product((1, 10), (10, 1), MODELS, RATIOS)
+    return [Cell("VI", model, gbps, latency_ms, ratio, scale) for latency_ms, gbps, model, ratio in places]
 
 
 def _plans(cell: Cell) -> dict[str, tuple[Compressor, str]]:
@@ -109,13 +87,13 @@ def _plans(cell: Cell) -> dict[str, tuple[Compressor, str]]:
 def filled(task: Round, group: Group) -> Round:
     """Return a round with arrays of zeros."""
     counts, rank = task.counts, group.rank
-    sent, got = counts[0], counts[0]
+    sent = got = counts[0]
     if task.operation == "allgatherv":
         sent, got = counts[rank], sum(counts)
     elif task.operation == "sendrecv":
         got = counts[1]
-    elif task.operation != "allreduce" and task.operation != "bcast":
-        raise AssertionError(f"nothing here sends by {task.operation}")
+    else:
+        assert task.operation in ("allreduce", "bcast"), f"nothing here sends by {task.operation}"
     task.send = np.zeros(sent, task.dtype) if task.operation != "bcast" or rank == task.root else None
     task.recv = np.empty(got, task.dtype)
     return task
@@ -136,7 +114,7 @@ def communicate(tasks: Sequence[Round]) -> Rounds[None]:
 
 def time_cell(cell: Cell, transport: Transport, limit_s: float) -> dict[str, Any]:
     """Time the announced rounds of all plans of a cell, in turn. Collective."""
-    numel, group = max(1, cell.parameters // cell.scale), transport.group
+    numel, group = max(1, MODELS[cell.model] // cell.scale), transport.group
     dtype = np.dtype(np.float32)
     found: dict[str, list[float]] = {}
     rounds = {}
@@ -162,78 +140,64 @@ def time_cell(cell: Cell, transport: Transport, limit_s: float) -> dict[str, Any
     return asdict(cell) | row
 
 
-def show(rows: Rows, arguments: Namespace) -> None:
-    _show_cells(rows.made, arguments.hosts, arguments.scale)
-    flexible_schedules.show(rows.made)
-
-
-def _show_cells(rows: Sequence[Mapping[str, Any]], hosts: int, scale: int) -> None:
-    places = {cell.key: cell for cell in cells(scale)}
-    timed = [(places[key], row) for row in rows if (key := tuple(row[name] for name in _KEY)) in places]
-    six = []
-    for cell, row in timed:
-        ms, formula, network = row["ms"], formula_ms(cell, row["hosts"]), _words(cell)
+def tables(measured: Rows, arguments: Namespace) -> None:
+    places, lines = {cell.key: cell for cell in cells(arguments.scale)}, []
+    for row in measured.made:
+        cell = places.get(tuple(row[name] for name in measured.key))
+        if cell is None:
+            continue
+        size, link, ms = 4 * MODELS[cell.model] * cell.ratio, (cell.latency_ms / 1e3, 8e-9 / cell.gbps), row["ms"]
+        formula = {
+            name: 1e3 * sparse_sum(kind, row["hosts"], size).seconds(*link) for kind, name in COLLECTIVES.items()
+        }
         printed = PRINTED_VI.get((cell.model, cell.gbps)) if cell.latency_ms == 1 else None
-        place = RATIOS.index(cell.ratio)
-        paper = None if printed is None else dict(zip(PUBLISHED, (times[place] for times in printed), strict=True))
+        paper = [times[RATIOS.index(cell.ratio)] for times in printed or ()]
         here = {name: ms[name] for name in PUBLISHED}
-        rule = min(formula, key=lambda name: formula[name])
-        six.append({
-            "model": cell.model, "network": network, "ratio": cell.ratio,
-            "paper: AG, ring, tree": "" if paper is None else _three(paper), "formula": _three(formula),
-            "here: AG, ring, tree": _three(here), "same best": "yes" if here[rule] == min(here.values()) else "no",
-            "rule costs": here[rule] / min(here.values()), **{name: ms[name] for name in _OTHERS},
+        rule, best = here[min(formula, key=formula.__getitem__)], min(here.values())
+        lines.append({
+            "model": cell.model, "network": f"{cell.gbps:g} Gbit/s, {cell.latency_ms:g} ms", "ratio|g": cell.ratio,
+            "paper: AG, ring, tree": _three(paper), "formula": _three(list(formula.values())),
+            "here: AG, ring, tree": _three(list(here.values())), "same best": "yes" if rule == best else "no",
+            "rule costs|.2f": rule / best, **{f"{name}|.4g": ms[name] for name in _OTHERS},
         })  # fmt: skip
-    notes = [
-        f"here: {hosts} hosts of a lab; elements and bandwidth are {scale} times fewer, "
+    show("Table VI: milliseconds of communication", lines, [
+        f"here: {arguments.hosts} hosts of a lab; elements and bandwidth are {arguments.scale} times fewer, "
         "latency is the paper's, so every term of the cost equals that at full size",
         "tree: recursive doubling here, log2(N) rounds of everything; the paper's tree makes twice as many",
         "milliseconds of communication alone; * is the fastest of a row's three",
-    ]
-    paper_runs.show("Table VI: milliseconds of communication", six, {
-        "model": "", "network": "", "ratio": "g", "paper: AG, ring, tree": "", "formula": "",
-        "here: AG, ring, tree": "", "same best": "", "rule costs": ".2f", **dict.fromkeys(_OTHERS, ".4g"),
-    }, [
-        *notes, "rule costs: time of the formulas' choice over the fastest of the three",
+        "rule costs: time of the formulas' choice over the fastest of the three",
         "var-topk:ring has indices of 32 bits too; star-topk (the library's sum) and allgather coded send them coded",
     ])  # fmt: skip
+    flexible_schedules.tables(measured.made)
 
 
-def _words(cell: Cell) -> str:
-    return f"{cell.gbps:g} Gbit/s, {cell.latency_ms:g} ms"
+def _three(ms: Sequence[float]) -> str:
+    return ", ".join(f"{each:.4g}{'*' * (each == min(ms))}" for each in ms)
 
 
-def _three(ms: Mapping[str, float]) -> str:
-    best = min(ms.values())
-    return ", ".join(f"{ms[name]:.4g}{'*' * (ms[name] == best)}" for name in PUBLISHED)
-
-
-def measure(rows: Rows, arguments: Namespace) -> None:
-    check_least(_NAME, "--hosts", arguments.hosts, 2)
-    check_least(_NAME, "--scale", arguments.scale)
-    parts = arguments.parts.split(",")
-    if parts != ["schedule"]:
-        check_lab(_NAME)
+def rows(measured: Rows, arguments: Namespace) -> Iterator[tuple[Any, ...]]:
+    if arguments.parts != ["schedule"]:
+        lab_jobs.check_lab("flexible_tables")
     only = [tuple(key) for key in json.loads(arguments.cells)] if arguments.cells else None
-    wanted = [cell for cell in cells(arguments.scale) if cell.table in parts and (only is None or cell.key in only)]
-    for network in dict.fromkeys(cell.network for cell in wanted):
-        missing = [cell for cell in wanted if cell.network == network and rows.find(*cell.key) is None]
-        if missing and time.monotonic() < rows.end:
-            print(f"{network}: {len(missing)} cells", flush=True)
-            _in_lab(arguments.hosts, network, missing, rows)
-        elif missing:
-            rows.late += [str(cell.key) for cell in missing]
-    schedules = read_list(arguments.schedules) if "schedule" in parts else []
+    wanted = [cell for cell in cells(arguments.scale) if cell.table in arguments.parts]
+    missing = [cell for cell in wanted if (only is None or cell.key in only) and measured.find(*cell.key) is None]
+    for network, of_network in paper_runs.grouped(missing, "network").items():
+        if time.monotonic() < measured.end:
+            print(f"{network}: {len(of_network)} cells", flush=True)
+            _in_lab(arguments.hosts, network, of_network, measured)
+        else:
+            measured.late += [str(cell.key) for cell in of_network]
+    schedules = arguments.schedules if "schedule" in arguments.parts else []
     for seed, schedule, arm in itertools.product(arguments.seeds, schedules, arguments.arms):
         key = ("schedule", schedule, 0.0, 0.0, arm, seed)
-        rows.measure(key, flexible_schedules.train, schedule, arm, arguments.steps, arguments.ranks, seed)
+        yield key, flexible_schedules.train, schedule, arm, arguments.steps, arguments.ranks, seed
 
 
-def _in_lab(hosts: int, network: Network, missing: Sequence[Cell], rows: Rows) -> None:
+def _in_lab(hosts: int, network: lab_jobs.Network, missing: Sequence[Cell], measured: Rows) -> None:
     def watch(line: str) -> None:
         if line.startswith("{"):
             row = json.loads(line)
-            rows.keep(row)
+            measured.keep(row)
             print(f"  {row['model']} {row['ratio']}: {row['ms']}", flush=True)
 
     words = ["--cells", json.dumps([asdict(cell) for cell in missing])]
@@ -252,12 +216,17 @@ def _among_ranks(asked: Sequence[Mapping[str, Any]]) -> int:
     return 0
 
 
-STUDY = paper_runs.Study(
-    _NAME, "Measure table VI of Flexible Communication in labs, and simulate its schedules.", _KEY, measure, show,
-    steps=400, ranks=4, least_steps=50, of="a scheduled training", arms=flexible_schedules.arms,
-    options={"--hosts": (8, "N", "of the labs of table VI"), "--scale": (20, "X", "divides lengths and bandwidths"),
-             "--parts": ("VI,schedule", "P[,..]", "tables"), "--schedules": ("C1,C2", "C[,..]", "trained on"),
-             "--cells": ("", "JSON", "keys of the only cells of table VI that are measured")},
+_OPTIONS = {
+    "--hosts": (8, "N", "of the labs of table VI"), "--scale": (20, "X", "divides lengths and bandwidths"),
+    "--parts": ("VI,schedule", "P[,..]", "tables"), "--schedules": ("C1,C2", "C[,..]", "trained on"),
+    "--cells": ("", "JSON", "keys of the only cells of table VI that are measured"),
+}  # fmt: skip
+STUDY = Study(
+    "papers/flexible_tables", "Measure table VI of Flexible Communication in labs, and simulate its schedules.",
+    ("table", "model", "gbps", "latency_ms", "ratio", "seed"), rows, tables,
+    paper_runs.options("", 400, 4, "a scheduled training") | paper_runs.ARMS | _OPTIONS,
+    {"steps": 50, "ranks": 1, "hosts": 2, "scale": 1},
+    {"arms": lambda arguments: flexible_schedules.arms(arguments.steps)},
 )  # fmt: skip
 
 if __name__ == "__main__":

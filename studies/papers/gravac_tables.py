@@ -2,13 +2,13 @@
 
 import itertools
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from statistics import fmean
 from typing import Any
 
 import paper_runs
 from paper_runs import of_seeds
-from study_rows import Rows
+from study_rows import Rows, Study, show
 
 _BASE = "top-k 10x"  # the paper's speed-ups are relative to it
 _RATIO = 3.02  # the paper's speed-up of top-k 1000x over 10x on ResNet-101, from which the bandwidth follows
@@ -63,41 +63,51 @@ PRINTED_VOLUME = {
 PAPER_OF = {"resnet20": 0, "vgg": 1, "text-lstm": 2}
 
 
+def probe(task: str, ranks: int) -> dict[str, Any]:
+    row = paper_runs.train(arms(_PROBE)[_BASE], task, _PROBE, ranks)
+    return {key: row[key] for key in ("compute_s", "late_wire_bytes")}
+
+
 def train(
-    task: str, arm: str, seed: int, ranks: int, steps: int, simulated: paper_runs.Simulated | None = None
+    task: str, arm: str, seed: int, ranks: int, steps: int, probed: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Train, on a simulated network or, where results do not depend on it, without one."""
+    """Train, on a simulated network of what was probed or, where results do not depend on it, without one."""
+    network = {}
+    simulated = None
+    if probed is not None:
+        compute_s = probed["compute_s"]
+        link = paper_runs.Link(0.0, 8 * probed["late_wire_bytes"] / ((_RATIO - 1) * compute_s))
+        simulated = paper_runs.Simulated(lambda step: link, compute_s)
+        network = {"bits": link.bits, "simulated_compute_s": compute_s}
     row = paper_runs.train(arms(steps)[arm], task, steps, ranks, seed, simulated)
     plans = row.pop("plans")
     thirds = [plans[len(plans) * part // 3 : len(plans) * (part + 1) // 3] for part in range(3)]
     row["mean_s"] = fmean(seconds for seconds, *_ in plans[2:])
     row["ratios"] = [fmean(kept for _, kept, *_ in third) for third in thirds]
     row["dense_steps"] = sum(kept == 1.0 for _, kept, *_ in plans)
-    if simulated is not None:
-        row |= {"bits": simulated.link(0).bits, "simulated_compute_s": simulated.compute_s}
-    return row
+    return row | network
 
 
-def measure(rows: Rows, arguments: Namespace) -> None:
+def rows(measured: Rows, arguments: Namespace) -> Iterator[tuple[Any, ...]]:
     ranks, steps = arguments.ranks, arguments.steps
     for seed, task in itertools.product(arguments.seeds, arguments.tasks):
-        rows.measure(("probe", task, _BASE, 0), _probe, task, ranks)
-        probe = rows.find("probe", task, _BASE, 0)
-        for arm in arguments.arms if probe is not None else ():
-            trained, network = (task, arm, seed), _network(probe or {})
+        yield ("probe", task, _BASE, 0), probe, task, ranks
+        probed = measured.find("probe", task, _BASE, 0)
+        for arm in arguments.arms if probed is not None else ():
+            trained = (task, arm, seed)
             if arm.startswith("GraVAC"):
-                rows.measure(("train", *trained), train, *trained, ranks, steps, network)
+                yield ("train", *trained), train, *trained, ranks, steps, probed
                 continue
-            rows.measure(("train", *trained), train, *trained, ranks, steps)
+            yield ("train", *trained), train, *trained, ranks, steps
             if seed == arguments.seeds[0]:  # steps of Accordion are not all the same
                 timed = steps if arm == "Accordion" else _TIMED
-                rows.measure(("step", *trained), train, *trained, ranks, timed, network)
+                yield ("step", *trained), train, *trained, ranks, timed, probed
 
 
-def show(measured: Rows, arguments: Namespace) -> None:
-    two, rows = [], measured.made
-    for task in dict.fromkeys(row["task"] for row in rows if row["table"] == "train"):
-        of_task = [row for row in rows if row["task"] == task]
+def tables(measured: Rows, arguments: Namespace) -> None:
+    lines, made = [], measured.made
+    for task in dict.fromkeys(row["task"] for row in made if row["table"] == "train"):
+        of_task = [row for row in made if row["task"] == task]
         trained = paper_runs.grouped([row for row in of_task if row["table"] == "train"], "name")
         seconds = {
             name: fmean(row["mean_s"] for row in same) for name, same in trained.items() if name.startswith("GraVAC")
@@ -107,23 +117,19 @@ def show(measured: Rows, arguments: Namespace) -> None:
         for name, same in trained.items():
             thirds = zip(*(row["ratios"] for row in same), strict=True)
             quality, speedup = PRINTED_2.get(name, (("", None),) * 3)[place]
-            arm_s = seconds.get(name)
-            two.append({
-                "task": task, "exchange": name, "seeds": len(same),
+            over = {base: seconds[base] / seconds[name] for base in (_BASE, "dense") if {base, name} <= seconds.keys()}
+            lines.append({
+                "task": task, "exchange": name, "seeds|d": len(same),
                 "paper": quality if isinstance(quality, str) else f"{quality:g}",
-                "quality": of_seeds([row["quality"] for row in same]), "paper's speed-up": speedup,
-                "speed-up": seconds[_BASE] / arm_s if arm_s and _BASE in seconds else None,
-                "over dense": seconds["dense"] / arm_s if arm_s and "dense" in seconds else None,
-                "paper's fewer": PRINTED_VOLUME.get(name, (None,) * 3)[place],
+                "quality": of_seeds([row["quality"] for row in same]), "paper's speed-up|.3g": speedup,
+                "speed-up|.2f": over.get(_BASE), "over dense|.2f": over.get("dense"),
+                "paper's fewer|.3g": PRINTED_VOLUME.get(name, (None,) * 3)[place],
                 "fewer": of_seeds([1 / row["kept"] for row in same], ".3g"),
                 "ratios": ", ".join(f"{fmean(third):.3g}" for third in thirds),
                 "dense steps": ", ".join(str(row["dense_steps"]) for row in same),
             })  # fmt: skip
-    networks = {(row["task"], row["bits"], row["simulated_compute_s"]) for row in rows if row["table"] == "step"}
-    paper_runs.show("Table 2: quality and speed-up over top-k 10x, and floats of dense over those sent", two, {
-        "task": "", "exchange": "", "seeds": "d", "paper": "", "quality": "", "paper's speed-up": ".3g",
-        "speed-up": ".2f", "over dense": ".2f", "paper's fewer": ".3g", "fewer": "", "ratios": "", "dense steps": "",
-    }, [
+    networks = {(row["task"], row["bits"], row["simulated_compute_s"]) for row in made if row["table"] == "step"}
+    show("Table 2: quality and speed-up over top-k 10x, and floats of dense over those sent", lines, [
         "paper: ResNet-101 on CIFAR10, VGG-16 on CIFAR100 (top-5), LSTM on PTB (perplexity), 32 V100; here resnet20 "
         "on 5,000 images of MNIST, vgg on digits (accuracy) and text-lstm (nats a token)",
         f"here: {arguments.ranks} ranks on a simulated network, where top-k 1000x would be {_RATIO} times as fast as "
@@ -137,19 +143,10 @@ def show(measured: Rows, arguments: Namespace) -> None:
     ])  # fmt: skip
 
 
-def _network(probe: Mapping[str, Any]) -> paper_runs.Simulated:
-    link = paper_runs.Link(0.0, 8 * probe["late_wire_bytes"] / ((_RATIO - 1) * probe["compute_s"]))
-    return paper_runs.Simulated(lambda step: link, probe["compute_s"])
-
-
-def _probe(task: str, ranks: int) -> dict[str, Any]:
-    row = paper_runs.train(arms(_PROBE)[_BASE], task, _PROBE, ranks)
-    return {key: row[key] for key in ("compute_s", "late_wire_bytes")}
-
-
-STUDY = paper_runs.Study(
-    "gravac_tables", "Measure table 2 of GraVAC and show it next to its paper's.", ("table", "task", "name", "seed"),
-    measure, show, "resnet20", 320, 4, _TIMED, 2, arms=arms,
+STUDY = Study(
+    "papers/gravac_tables", "Measure table 2 of GraVAC and show it next to its paper's.",
+    ("table", "task", "name", "seed"), rows, tables, paper_runs.options("resnet20", 320, 4) | paper_runs.ARMS,
+    {"steps": _TIMED, "ranks": 2}, {"arms": lambda arguments: arms(arguments.steps)},
 )  # fmt: skip
 
 if __name__ == "__main__":

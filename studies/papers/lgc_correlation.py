@@ -8,16 +8,14 @@ Information also counts which elements are large, whatever their signs; the corr
 
 import itertools
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import paper_runs
 from mpicomp.bench.tasks import get_task
 from numpy.typing import NDArray
-from study_rows import Rows, SharedModel
-
-from mpicomp.setting_checks import check_least
+from study_rows import Rows, SharedModel, Study, show
 
 _BINS = 16
 
@@ -70,36 +68,32 @@ def train(task: str, ranks: int, seed: int, steps: int, every: int) -> dict[str,
     return {"layers": [(name, shared.parameters[name].numel(), *values) for name, values in means.items()]}
 
 
-def lines_of(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return a line for each layer, and one for all of them, by their elements."""
-    lines = []
-    for row in rows:
-        sizes, values = zip(*((layer[1], layer[2:]) for layer in row["layers"]), strict=True)
-        every = [*row["layers"], ("all", sum(sizes), *np.average(values, axis=0, weights=sizes))]
-        for layer, elements, direction, control, shared, entropy in every:
-            line = {name: row[name] for name in ("task", "ranks", "seed")}
-            line |= {"layer": layer, "elements": elements, "correlation": direction}
-            lines.append(line | {"information": shared / entropy, "control": control / entropy})
-    return lines
-
-
-def measure(rows: Rows, arguments: Namespace) -> None:
-    check_least("lgc_correlation", "--every", arguments.every)
+def rows(_: Rows, arguments: Namespace) -> Iterator[tuple[Any, ...]]:
     for task, seed in itertools.product(arguments.tasks, arguments.seeds):
         key = task, arguments.ranks, seed
-        rows.measure(key, train, *key, arguments.steps, arguments.every)
+        yield key, train, *key, arguments.steps, arguments.every
 
 
-def show(rows: Rows, arguments: Namespace) -> None:
-    columns = {"task": "", "ranks": "d", "seed": "d", "layer": "", "elements": ",d", "correlation": ".3f"}
-    columns |= {"information": ".1%", "control": ".1%"}
+def tables(measured: Rows, _: Namespace) -> None:
+    lines = []
+    for row in measured.made:
+        sizes, values = zip(*((layer[1], layer[2:]) for layer in row["layers"]), strict=True)
+        every = [*row["layers"], ("all", sum(sizes), *np.average(values, axis=0, weights=sizes))]  # by their elements
+        for layer, elements, direction, control, shared, entropy in every:
+            lines.append({
+                "task": row["task"], "ranks|d": row["ranks"], "seed|d": row["seed"], "layer": layer,
+                "elements|,d": elements, "correlation|.3f": direction, "information|.1%": shared / entropy,
+                "control|.1%": control / entropy,
+            })  # fmt: skip
     notes = ["information: share of the entropy, about 80 % in the paper; control: of arrays that share nothing"]
-    paper_runs.show("Mutual information of two ranks' gradients", lines_of(rows.made), columns, notes)
+    show("Mutual information of two ranks' gradients", lines, notes)
 
 
-STUDY = paper_runs.Study(
-    "lgc_correlation", "Show the mutual information of ranks' gradients in dense training.", ("task", "ranks", "seed"),
-    measure, show, "digits", 100, 4, 1, 2, options={"--every": (5, "N", "steps between comparisons")},
+STUDY = Study(
+    "papers/lgc_correlation", "Show the mutual information of ranks' gradients in dense training.",
+    ("task", "ranks", "seed"), rows, tables,
+    paper_runs.options("digits", 100, 4) | {"--every": (5, "N", "steps between comparisons")},
+    {"steps": 1, "ranks": 2, "every": 1},
 )  # fmt: skip
 
 if __name__ == "__main__":

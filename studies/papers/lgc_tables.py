@@ -2,16 +2,15 @@
 
 import itertools
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
 import numpy as np
 import paper_runs
-from study_rows import Rows
+from study_rows import Rows, Study, show
 
 from mpicomp.arrays import ArraySpec
-from mpicomp.cli.options import read_list
 from mpicomp.collectives import bind
 from mpicomp.compressors import get_compressor
 from mpicomp.mpi.rounds import Group
@@ -67,20 +66,19 @@ def train(task: str, ranks: int, arm: str, seed: int, steps: int) -> dict[str, A
     return row
 
 
-def measure(rows: Rows, arguments: Namespace) -> None:
-    ranks = map(int, read_list(arguments.ranks))
-    for seed, task, size, arm in itertools.product(arguments.seeds, arguments.tasks, ranks, arguments.arms):
-        rows.measure((task, size, arm, seed), train, task, size, arm, seed, arguments.steps)
+def rows(_: Rows, arguments: Namespace) -> Iterator[tuple[Any, ...]]:
+    for seed, *key in itertools.product(arguments.seeds, arguments.tasks, arguments.ranks, arguments.arms):
+        yield (*key, seed), train, *key, seed, arguments.steps
 
 
-def show(rows: Rows, arguments: Namespace) -> None:
-    _show_trained(rows.made)
+def tables(measured: Rows, _: Namespace) -> None:
+    _show_trained(measured.made)
     _show_models()
 
 
-def _show_trained(rows: Sequence[Mapping[str, Any]]) -> None:
+def _show_trained(made: Sequence[Mapping[str, Any]]) -> None:
     lines = []
-    for (task, ranks), same_ranks in sorted(paper_runs.grouped(rows, "task", "ranks").items()):
+    for (task, ranks), same_ranks in sorted(paper_runs.grouped(made, "task", "ranks").items()):
         by_arm = {
             arm: {row["seed"]: row for row in same} for arm, same in paper_runs.grouped(same_ranks, "arm").items()
         }
@@ -90,19 +88,16 @@ def _show_trained(rows: Sequence[Mapping[str, Any]]) -> None:
             off = [row["quality"] - dense[seed]["quality"] for seed, row in same.items() if seed in dense]
             over = [topk[seed]["late_bytes"] / row["late_bytes"] for seed, row in same.items() if seed in topk]
             lines.append({
-                "task": task, "ranks": ranks, "exchange": arm, "seeds": len(same), "paper": accuracy,
+                "task": task, "ranks|d": ranks, "exchange": arm, "seeds|d": len(same), "paper|.2f": accuracy,
                 "quality": paper_runs.of_seeds([row["quality"] for row in same.values()]),
-                "of dense": fmean(off) if off else None, "paper's fewer": fewer,
-                "fewer": fmean(row["dense_bytes"] / row["late_bytes"] for row in same.values()),
-                "of top-k": fmean(over) if over else None,
-                "code's error": fmean(row["code_error"] for row in same.values()) or None,
-                "wire": fmean(row["late_wire_bytes"] for row in same.values()) / 1e3,
-                "once": fmean(row["learned_once_bytes"] for row in same.values()) / 1e6,
+                "of dense|+.4f": fmean(off) if off else None, "paper's fewer|.4g": fewer,
+                "fewer|.0f": fmean(row["dense_bytes"] / row["late_bytes"] for row in same.values()),
+                "of top-k|.2f": fmean(over) if over else None,
+                "code's error|.2f": fmean(row["code_error"] for row in same.values()) or None,
+                "wire|.2f": fmean(row["late_wire_bytes"] for row in same.values()) / 1e3,
+                "once|.2f": fmean(row["learned_once_bytes"] for row in same.values()) / 1e6,
             })  # fmt: skip
-    paper_runs.show("LGC at a ratio of 0.001", lines, {
-        "task": "", "ranks": "d", "exchange": "", "seeds": "d", "paper": ".2f", "quality": "", "of dense": "+.4f",
-        "paper's fewer": ".4g", "fewer": ".0f", "of top-k": ".2f", "code's error": ".2f", "wire": ".2f", "once": ".2f",
-    }, [
+    show("LGC at a ratio of 0.001", lines, [
         "paper: ResNet-50 (2) and ResNet-101 (4) on CIFAR10, ResNet-50 on ImageNet (8); here resnet20 on 5,000 images "
         "of MNIST, where a code stands for some 270 values",
         "fewer: bytes of dense over those that rank 0 hands to the transport in a step, in the last third of them, "
@@ -173,24 +168,22 @@ def _show_models() -> None:
             mean, least = step_bytes(model, arm.compressor, arm.collective, ranks, learned + 1)
             topk, paper = topk or mean, printed.get(_name(name))
             lines.append({
-                "model": model, "ranks": ranks, "exchange": name,
-                "paper's MB": paper, "paper's fewer": None if paper is None else dense / 1e6 / paper,
-                "paper's of top-k": None if paper is None else printed["top-k"] / paper,
-                "MB": mean / 1e6, "least": least / 1e6, "fewer": dense / mean, "of top-k": topk / mean,
+                "model": model, "ranks|d": ranks, "exchange": name,
+                "paper's MB|.3f": paper, "MB|.3f": mean / 1e6, "least|.3f": least / 1e6,
+                "paper's fewer|.0f": paper and dense / 1e6 / paper, "fewer|.0f": dense / mean,
+                "paper's of top-k|.2f": paper and printed["top-k"] / paper, "of top-k|.2f": topk / mean,
             })  # fmt: skip
-    paper_runs.show("Bytes in the paper's models", lines, {
-        "model": "", "ranks": "d", "exchange": "", "paper's MB": ".3f", "MB": ".3f", "least": ".3f",
-        "paper's fewer": ".0f", "fewer": ".0f", "paper's of top-k": ".2f", "of top-k": ".2f",
-    }, [
+    show("Bytes in the paper's models", lines, [
         "not trained: the bytes of the rounds that are announced for these shapes are those that are run",
         "MB: handed to the transport in a step, mean over ranks and steps; least: of the rank that has least",
         "the paper's top-k counts no indices, ours does; its server's row is of the rank that sends the common code",
     ])  # fmt: skip
 
 
-STUDY = paper_runs.Study(
-    "lgc_tables", "Show LGC's bytes and quality at 0.001 and its paper's.", ("task", "ranks", "arm", "seed"),
-    measure, show, "resnet20", 240, "4,2,8", 18, arms=arms,
+STUDY = Study(
+    "papers/lgc_tables", "Show LGC's bytes and quality at 0.001 and its paper's.", ("task", "ranks", "arm", "seed"),
+    rows, tables, paper_runs.options("resnet20", 240, "4,2,8") | paper_runs.ARMS, {"steps": 18},
+    {"arms": lambda arguments: arms(arguments.steps)},
 )  # fmt: skip
 
 if __name__ == "__main__":

@@ -1,10 +1,9 @@
-"""The frame of the papers' tables: options, rows that a later run continues, trainings, and how they are printed."""
+"""Trainings of the papers' tables: ranks that are simulated in this process, with the clocks of a network."""
 
-import argparse
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -12,87 +11,31 @@ from typing import Any
 sys.path.append(str(Path(__file__).parent.parent))  # where the other studies are
 
 from flexible_search import Outcome, Search, TopKAsTold
-from mpicomp.bench.measure import results
 from mpicomp.bench.tasks import Task, get_task
-from study_rows import Rows, SharedModel, add_rows, begin, print_late
+from study_rows import SharedModel
 
 import mpicomp
-from mpicomp.cli import run_program
-from mpicomp.cli.options import read_list
 from mpicomp.cost.formulas import terms
-from mpicomp.errors import UnknownNameError
 from mpicomp.mpi import LocalWorld
 from mpicomp.mpi.local import LocalTransport
 from mpicomp.mpi.rounds import Group, Round, Rounds, dense_ring_bytes
 from mpicomp.mpi.transport import Value
 from mpicomp.policies.schedule import with_warmup
-from mpicomp.setting_checks import check_least
 
 TRIAL = "trial"  # in the reason of a step for a trial, which is undone
 _LOOKS = 10  # at held-out data, in a training
 
 
-@dataclass(frozen=True)
-class Study:
-    """A script that measures rows, one after the other, and prints tables of them."""
-
-    name: str
-    description: str
-    key: Sequence[str]  # fields that tell one row from another
-    measure: Callable[[Rows, argparse.Namespace], None]
-    show: Callable[[Rows, argparse.Namespace], None]
-    tasks: str = ""  # defaults; an option without one does not exist
-    steps: int = 0
-    ranks: int | str = 0
-    least_steps: int = 1
-    least_ranks: int = 1
-    of: str = "a training"
-    arms: Callable[[int], Mapping[str, Any]] | None = None  # the exchanges by name, for a number of steps
-    options: Mapping[str, tuple[Any, str, str]] = field(default_factory=dict)  # default, metavar and help
-
-    def parser(self) -> argparse.ArgumentParser:
-        parser = argparse.ArgumentParser(prog=f"studies/papers/{self.name}.py", description=self.description)
-        options: dict[str, tuple[Any, str, str]] = {}
-        if self.tasks:
-            options["--tasks"] = self.tasks, "T[,..]", "trained"
-        if self.steps:
-            options |= {"--steps": (self.steps, "S", f"of {self.of}"), "--seeds": ("0", "K[,..]", f"of {self.of}")}
-        if self.ranks:
-            options["--ranks"] = self.ranks, "N", f"of {self.of}"
-        for flag, (default, metavar, text) in (options | dict(self.options)).items():
-            text = f"{text} (%(default)s)"
-            parser.add_argument(flag, type=type(default), default=default, metavar=metavar, help=text)
-        if self.arms is not None:
-            parser.add_argument("--arms", metavar="A[;..]", help="exchanges, as the table names them (all)")
-        add_rows(parser)
-        return parser
-
-    def run(self, arguments: argparse.Namespace) -> int:
-        """Measure missing rows, and print the tables. Lists among the arguments are split first."""
-        for name, least in (("steps", self.least_steps), ("ranks", self.least_ranks)):
-            if isinstance(getattr(self, name), int) and getattr(self, name):
-                check_least(self.name, f"--{name}", getattr(arguments, name), least)
-        if self.arms is not None:
-            arguments.arms = _read_arms(self.name, arguments.arms, list(self.arms(arguments.steps)))
-        if self.tasks:
-            arguments.tasks = read_list(arguments.tasks)
-        if self.steps:
-            arguments.seeds = list(map(int, read_list(arguments.seeds)))
-        rows = begin(self.name, arguments, self.key)
-        self.measure(rows, arguments)
-        self.show(rows, arguments)
-        return print_late(rows)
-
-    def main(self) -> None:
-        sys.exit(run_program(lambda: self.parser().parse_args(), self.run))
+def options(tasks: str, steps: int, ranks: int | str, of: str = "a training") -> dict[str, tuple[Any, str, str]]:
+    """Return the options of a study's trainings."""
+    return ({"--tasks": (tasks, "T[,..]", "trained")} if tasks else {}) | {
+        "--steps": (steps, "S", f"of {of}"),
+        "--seeds": ("0", "K[,..]", f"of {of}"),
+        "--ranks": (ranks, "N" if isinstance(ranks, int) else "N[,..]", f"of {of}"),
+    }
 
 
-def _read_arms(study: str, text: str | None, known: Sequence[str]) -> list[str]:
-    names = list(known) if text is None else [name.strip() for name in text.split(";")]
-    for name in names:
-        if name not in known:
-            raise UnknownNameError(f"{study}: --arms", name, list(known))
-    return names
+ARMS = {"--arms": (None, "A[;..]", "exchanges, as the table names them (all)")}
 
 
 @dataclass(frozen=True)
@@ -262,7 +205,7 @@ def train(
     for reducer in training.reducers:
         reducer.close()
     return _row(training.lines) | {
-        "quality": training.shared.quality(),
+        "quality": training.shared.task.evaluate(training.shared.model),
         "compute_s": median(training.computed),
         "code_error": fmean(training.code_errors[-_LOOKS:] or [0]),
     }
@@ -277,8 +220,6 @@ def _row(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "late_wire_bytes": fmean(float(sum(bucket["wire_bytes"] for bucket in buckets)) for buckets in late),
         "learned_once_bytes": sum(line["once_wire_bytes"] for line in lines[1:]),
         "dense_bytes": 4 * numel,
-        "dense_wire_bytes": lines[0]["dense_wire_bytes"],
-        "steps": len(lines),
         "numel": numel,
         "kept": sum(kept) / len(kept),
         "curve": [(line["step"] + 1, line["quality"]) for line in lines if line["quality"] is not None],
@@ -290,11 +231,11 @@ def _row(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def grouped(rows: Iterable[Mapping[str, Any]], *names: str) -> dict[Any, list[Mapping[str, Any]]]:
-    """Return rows by their values of one or several fields, in their order."""
-    found: dict[Any, list[Mapping[str, Any]]] = {}
+def grouped(rows: Iterable[Any], *names: str) -> dict[Any, list[Any]]:
+    """Return rows, or objects, by their values of one or several fields, in their order."""
+    found: dict[Any, list[Any]] = {}
     for row in rows:
-        key = tuple(row[name] for name in names)
+        key = tuple(row[name] if isinstance(row, Mapping) else getattr(row, name) for name in names)
         found.setdefault(key if len(names) > 1 else key[0], []).append(row)
     return found
 
@@ -317,19 +258,11 @@ def bits_for(share: float, compute_s: float, numel: int, ranks: int) -> float:
     return 8 * dense_ring_bytes(numel, ranks) / (compute_s * share / (1 - share))
 
 
-def show(title: str, rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str], notes: Sequence[str] = ()) -> None:
-    """Print a table below its title, with differences from the paper's set-up."""
-    print(f"\n{title}")
-    results.show(rows, columns)
-    for note in notes:
-        print(f"- {note}")
-
-
 def of_seeds(values: Sequence[float], form: str = ".4f") -> str:
-    """Return the mean over seeds, and the range where there are several.
+    """Return the mean over seeds, and the range where there are several; nothing where there is none.
 
     >>> of_seeds([0.5]), of_seeds([0.5, 0.75, 1.0], ".2f")
     ('0.5000', '0.75 (0.50 to 1.00)')
     """
-    mean = format(fmean(values), form)
-    return mean if len(values) == 1 else f"{mean} ({min(values):{form}} to {max(values):{form}})"
+    mean = format(fmean(values), form) if values else ""
+    return mean if len(values) < 2 else f"{mean} ({min(values):{form}} to {max(values):{form}})"

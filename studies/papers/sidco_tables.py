@@ -3,18 +3,16 @@
 import itertools
 import math
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
 import paper_runs
 import sidco_estimates
-from study_rows import Rows
+from study_rows import Rows, Study, show
 
-from mpicomp.cli.options import read_list
-from mpicomp.setting_checks import check_least, check_ratio
+from mpicomp.setting_checks import check_ratio
 
-_NAME = "sidco_tables"
 _RATIOS = (0.01, 0.001)
 _NUMEL = 1_000_000  # elements that are drawn
 _SHARE = 0.94  # of a dense step of the paper's LSTM on PTB that is communication
@@ -70,29 +68,25 @@ def train(
     return row | {"step_s": fmean(seconds[2:]), "bits": bits}
 
 
-def _show_estimates(rows: Sequence[Mapping[str, Any]]) -> None:
-    lines: dict[tuple[str, str, float], dict[str, Any]] = {}
-    estimates = [row for row in rows if row["table"] == "estimates"]
-    data = list(dict.fromkeys(row["data"] for row in estimates if row["found"]))
+def _show_estimates(made: Sequence[Mapping[str, Any]]) -> None:
+    estimates = [row for row in made if row["table"] == "estimates" and row["found"]]
+    means: dict[tuple[str, str, float], dict[str, float]] = {}
     for row in estimates:
         for found in row["found"]:
-            label, form = found["name"], ""
-            if label.startswith("sidco."):
-                form = "published" if label.endswith(".published") else "here"
-                label = label.removesuffix(".published")
-            key = label, form, found["ratio"]
-            lines.setdefault(key, dict(zip(("name", "form", "ratio"), key, strict=True)))[row["data"]] = found["mean"]
-    for line in lines.values():
-        shares = [math.log(max(line[name], 1e-3)) for name in data if name in line]
-        line["off"] = math.exp(sum(map(abs, shares)) / len(shares))
-        line["worst"] = math.exp(max(map(abs, shares)))
-        printed = PRINTED[f"sidco {line['form']}" if line["form"] else line["name"]]
-        line["paper"] = printed if line["ratio"] == 0.001 else ""
-    shown = sorted(lines.values(), key=lambda line: (-line["ratio"], line["name"], line["form"]))
-    blank = dict.fromkeys(data)
-    paper_runs.show("Selected elements over those asked for", [blank | line for line in shown], {
-        "name": "", "form": "", "ratio": "g", **dict.fromkeys(data, ".2f"), "off": ".2f", "worst": ".2f", "paper": "",
-    }, [
+            name, dot, _ = found["name"].partition(".published")
+            form = "published" if dot else "here" if name.startswith("sidco.") else ""
+            means.setdefault((name, form, found["ratio"]), {})[row["data"]] = found["mean"]
+    lines = []
+    for name, form, ratio in sorted(means, key=lambda key: (-key[2], *key[:2])):
+        of_data = means[name, form, ratio]
+        shares = [abs(math.log(max(mean, 1e-3))) for mean in of_data.values()]
+        lines.append({
+            "name": name, "form": form, "ratio|g": ratio,
+            **{f"{row['data']}|.2f": of_data.get(row["data"]) for row in estimates},
+            "off|.2f": math.exp(fmean(shares)), "worst|.2f": math.exp(max(shares)),
+            "paper": PRINTED[f"sidco {form}" if form else name] if ratio == 0.001 else "",
+        })  # fmt: skip
+    show("Selected elements over those asked for", lines, [
         "off: factor from 1, geometric mean over data, worst: the largest; published: the switch of that name",
         "the paper's figures are curves over training; its data: ResNet-20, VGG-16, LSTMs, with error feedback",
         "gaussiank and redsync are bounded by 4 k + 1024 elements here, and sidco by an exact top-k where it fails; "
@@ -100,31 +94,31 @@ def _show_estimates(rows: Sequence[Mapping[str, Any]]) -> None:
     ])  # fmt: skip
 
 
-def _show_times(rows: Sequence[Mapping[str, Any]]) -> None:
-    lines = []
-    trained = [row for row in rows if row["table"] == "train"]
-    for task, ratio in dict.fromkeys((row["data"], row["ratio"]) for row in trained):
-        by_seed = []
-        for seed in dict.fromkeys(row["seed"] for row in trained):
-            same = [row for row in trained if (row["data"], row["seed"]) == (task, seed)]
-            if any(row["ratio"] == ratio for row in same):
-                by_seed.append(_times([row for row in same if row["ratio"] in (ratio, 1.0)], task))
+def _show_times(made: Sequence[Mapping[str, Any]]) -> None:
+    trained, lines = paper_runs.grouped([row for row in made if row["table"] == "train"], "data", "seed"), []
+    tasks = dict.fromkeys((task, row["ratio"]) for (task, _), rows in trained.items() for row in rows)
+    for task, ratio in tasks:
+        seeds = [same for (other, _), same in trained.items() if other == task]
+        by_seed = [
+            _times([row for row in same if row["ratio"] in (ratio, 1.0)], task)
+            for same in seeds
+            if any(row["ratio"] == ratio for row in same)
+        ]
         for arm in arms(ratio) if ratio < 1 else ():
             found = [times[arm] for times in by_seed if arm in times]
             if not found:
                 continue
-            line: dict[str, Any] = {"task": task, "ratio": ratio, "arm": arm, "seeds": len(found)}
-            line["quality"] = paper_runs.of_seeds([times["quality"] for times in found], ".3f")
-            line["steps"] = ", ".join(str(times["steps"]) for times in found)
-            line["step_s"] = fmean(times["step_s"] for times in found)
-            for name in ("seconds", *_FORMS):
-                values = [times[name] for times in found if times[name] is not None]
-                line[name] = paper_runs.of_seeds(values, ".2f") if values else ""
-            lines.append(line | {"bits": found[0]["bits"], "paper": _SPEEDUPS.get(arm)})
-    paper_runs.show("Time to a quality that all reach", lines, {
-        "task": "", "ratio": "g", "arm": "", "seeds": "d", "quality": "", "steps": "", "step_s": ".3f", "seconds": "",
-        "bits": ".3g", "published": "", "here": "", "paper": ".1f",
-    }, [
+            over = {name: [each[name] for each in found if each[name] is not None] for name in ("seconds", *_FORMS)}
+            lines.append({
+                "task": task, "ratio|g": ratio, "arm": arm, "seeds|d": len(found),
+                "quality": paper_runs.of_seeds([each["quality"] for each in found], ".3f"),
+                "steps": ", ".join(str(each["steps"]) for each in found),
+                "step_s|.3f": fmean(each["step_s"] for each in found),
+                "seconds": paper_runs.of_seeds(over["seconds"], ".2f"), "bits|.3g": found[0]["bits"],
+                **{form: paper_runs.of_seeds(over[form], ".2f") for form in _FORMS},
+                "paper|.1f": _SPEEDUPS.get(arm),
+            })  # fmt: skip
+    show("Time to a quality that all reach", lines, [
         "published, here: seconds of this arm over those of SIDCo in each form; paper: its largest such speed-up",
         f"bits: in a second, where dense spends {_SHARE:.0%} of a step in communication, as the paper's LSTM on PTB",
         "means over seeds, with the range; the quality is the worst that an exchange ends with, of each seed",
@@ -148,31 +142,32 @@ def _times(rows: Sequence[Mapping[str, Any]], task: str) -> dict[str, dict[str, 
     return lines
 
 
-def measure(rows: Rows, arguments: Namespace) -> None:
-    check_least(_NAME, "--estimates", arguments.estimates)
-    check_ratio(f"{_NAME}: --ratio", arguments.ratio)
-    ranks, ratio = arguments.ranks, arguments.ratio
-    for data in read_list(arguments.data):
-        rows.measure(("estimates", data, "all", 0.0, 0), estimate, data, arguments.estimates)
+def rows(measured: Rows, arguments: Namespace) -> Iterator[tuple[Any, ...]]:
+    ratio = check_ratio("sidco_tables: --ratio", arguments.ratio)
+    for data in arguments.data:
+        yield ("estimates", data, "all", 0.0, 0), estimate, data, arguments.estimates
     for task in arguments.tasks:
-        rows.measure(("probe", task, "dense", 0.0, 0), probe, task, ranks)
-        probed = rows.find("probe", task, "dense", 0.0, 0)
+        yield ("probe", task, "dense", 0.0, 0), probe, task, arguments.ranks
+        probed = measured.find("probe", task, "dense", 0.0, 0)
         for seed, arm in itertools.product(arguments.seeds, arms(ratio)) if probed is not None else ():
             key = task, arm, 1.0 if arm == "dense" else ratio, seed
-            rows.measure(("train", *key), train, *key, probed, ranks, arguments.steps)
+            yield ("train", *key), train, *key, probed, arguments.ranks, arguments.steps
 
 
-def show(rows: Rows, arguments: Namespace) -> None:
-    _show_estimates(rows.made)
-    _show_times(rows.made)
+def tables(measured: Rows, _: Namespace) -> None:
+    _show_estimates(measured.made)
+    _show_times(measured.made)
 
 
 _DATA = ",".join([*sidco_estimates.DISTRIBUTIONS, "resnet20", "vgg", "text-lstm"])
-STUDY = paper_runs.Study(
-    _NAME, "Show SIDCo's estimates and its time to a quality next to its paper's.",
-    ("table", "data", "name", "ratio", "seed"), measure, show, "text-lstm", 150, 4,
-    options={"--data": (_DATA, "D[,..]", "selected from"), "--estimates": (20, "S", "steps that are counted"),
-             "--ratio": (0.01, "R", "of a training")},
+STUDY = Study(
+    "papers/sidco_tables", "Show SIDCo's estimates and its time to a quality next to its paper's.",
+    ("table", "data", "name", "ratio", "seed"), rows, tables,
+    paper_runs.options("text-lstm", 150, 4) | {
+        "--data": (_DATA, "D[,..]", "selected from"), "--estimates": (20, "S", "steps that are counted"),
+        "--ratio": (0.01, "R", "of a training"),
+    },
+    {"steps": 1, "ranks": 1, "estimates": 1},
 )  # fmt: skip
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ def trained(monkeypatch):
 def test_plans_train_on_one_host_and_policies_in_each_lab(trained, tmp_path, capsys):
     words = ["--tasks", "digits", "--arms", "static,auto", "--networks", "50mbit/1ms,1gbit/0us", "--seeds", "0,1"]
     words += ["--steps", str(STEPS), "--rows", str(tmp_path / "rows.jsonl")]
-    assert [call(time_to_quality, words) for _ in range(2)] == [0, 0]
+    assert [call(time_to_quality.STUDY, words) for _ in range(2)] == [0, 0]
     networks = ("50mbit/1ms", "1gbit/0us")
     expected = {("digits", None, arm, seed, STEPS) for arm in ("dense", "static") for seed in (0, 1)}
     expected |= {("digits", network, arm, 0, 24) for arm in ("dense", "static") for network in networks}

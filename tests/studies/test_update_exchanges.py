@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 import pytest
+from study_jobs import call
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("sklearn")
@@ -41,7 +42,7 @@ def test_updates_make_each_row_once(tmp_path):
     path = tmp_path / "rows.jsonl"
     words = ["--task", "digits", "--steps", "3", "--rates", "1", "--arms", "gradients,muon-every-1", "--rows"]
     for _ in range(2):
-        assert update_exchanges.run(update_exchanges.parser().parse_args([*words, str(path)])) == 0
+        assert call(update_exchanges.STUDY, [*words, str(path)]) == 0
     gradients, muon = (json.loads(line) for line in path.read_text().splitlines())
     assert (gradients["arm"], muon["arm"]) == ("gradients", "muon-every-1")
     assert muon["wire_less"] > 25
