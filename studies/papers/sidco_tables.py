@@ -3,20 +3,28 @@
 import itertools
 import math
 from argparse import Namespace
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
+import numpy as np
 import paper_runs
-import sidco_estimates
-from study_rows import Rows, Study, show
+from mpicomp.bench.measure.feedback import Selecting, make_bucket
+from mpicomp.bench.tasks import get_task
+from numpy.typing import NDArray
+from study_rows import Rows, SharedModel, Study, show
 
+from mpicomp.compressors import Sparsifier, get_compressor
+from mpicomp.compressors.base_compressor import num_kept
 from mpicomp.setting_checks import check_ratio
 
 _RATIOS = (0.01, 0.001)
 _NUMEL = 1_000_000  # elements that are drawn
 _SHARE = 0.94  # of a dense step of the paper's LSTM on PTB that is communication
 _PROBE = 6  # steps from which computing is known
+_WARM = 25  # steps in which estimators adapt and nothing is counted
+_SIDCO = [f"sidco.{name}{form}" for name in ("exponential", "gamma", "pareto") for form in (".published", "")]
+_PARAMETERS = {"sidco": "distribution", "redsync": "search"}  # that the forms of an estimator set
 
 OTHERS = ("dgc", "gaussiank", "redsync.binary", "redsync.trimmed")
 PRINTED = {
@@ -40,14 +48,94 @@ def arms(ratio: float) -> dict[str, paper_runs.Arm]:
     return {"dense": paper_runs.DENSE, **found}
 
 
+def _laplace(random: np.random.Generator, numel: int) -> NDArray[np.floating]:
+    array = random.standard_exponential(numel, dtype=np.float32)
+    array -= random.standard_exponential(numel, dtype=np.float32)
+    return array
+
+
+def _gamma(random: np.random.Generator, numel: int) -> NDArray[np.floating]:
+    array = random.standard_gamma(0.6, numel, dtype=np.float32)
+    return np.where(random.integers(0, 2, numel, dtype=np.int8) > 0, array, -array)
+
+
+DISTRIBUTIONS: dict[str, Callable[[np.random.Generator, int], NDArray[np.floating]]] = {
+    "laplace": _laplace,
+    "gamma": _gamma,
+    "normal": lambda random, numel: random.standard_normal(numel, dtype=np.float32),
+    "student": lambda random, numel: random.standard_t(3, numel).astype(np.float32),
+}
+"""``gamma`` has a shape of 0.6 and random signs, ``student`` 3 degrees of freedom."""
+
+
+def drawn(name: str, numel: int) -> Iterator[NDArray[np.floating]]:
+    """Yield arrays of a distribution."""
+    random = np.random.default_rng(sorted(DISTRIBUTIONS).index(name))
+    while True:
+        yield DISTRIBUTIONS[name](random, numel)
+
+
+def trained(name: str) -> Iterator[NDArray[np.floating]]:
+    """Train a task without compression, and yield each step's gradients in an array that the next step overwrites."""
+    task = get_task(name, 0)
+    shared = SharedModel(task, task.steps)
+    flat = np.zeros(sum(parameter.numel() for parameter in shared.parameters.values()), np.float32)
+    for step in itertools.count():
+        shared.backward(step, 0, 1)
+        place = 0
+        for parameter in shared.parameters.values():
+            if parameter.grad is not None:
+                flat[place : place + parameter.numel()] = parameter.grad.numpy().reshape(-1)
+            place += parameter.numel()
+        yield flat
+        shared.update()
+
+
+def estimator(label: str, ratio: float) -> Sparsifier:
+    """Return the compressor of a label: its name, its form, and whether it is as published.
+
+    >>> estimator("sidco.gamma.published", 0.1).get_config()["distribution"]
+    'gamma'
+    """
+    name, *form = label.removesuffix(".published").split(".")
+    config: dict[str, Any] = {"id": name, "ratio": ratio} | ({_PARAMETERS[name]: form[0]} if form else {})
+    compressor = get_compressor(config | ({"as_published": True} if label.endswith(".published") else {}))
+    assert isinstance(compressor, Sparsifier)
+    return compressor
+
+
+def select(
+    gradients: Iterator[NDArray[np.floating]], feedback: bool, ratios: Sequence[float], steps: int,
+    labels: Collection[str],
+) -> list[dict[str, Any]]:  # fmt: skip
+    """Select with all estimators from the same gradients, with a residual each if there is feedback."""
+    gradient = np.ascontiguousarray(next(gradients), np.float32)
+    running = []
+    for ratio, label in itertools.product(ratios, labels):
+        compressor = estimator(label, ratio)
+        bucket = make_bucket(gradient.size, compressor, feedback and compressor.feedback)
+        running.append((label, ratio, Selecting(compressor, gradient.size), bucket, list[int]()))
+    for step in range(_WARM + steps):
+        if step > 0:
+            gradient = np.ascontiguousarray(next(gradients), np.float32)
+        for _, _, selecting, bucket, counts in running:
+            count = selecting.step(bucket, gradient, message=False)
+            counts += [count] if step >= _WARM else []
+    found = []
+    for label, ratio, _, _, counts in running:
+        shares = np.array(counts) / num_kept(ratio, gradient.size)
+        ends = {"mean": float(shares.mean()), "min": float(shares.min()), "max": float(shares.max())}
+        found.append({"name": label, "ratio": ratio} | ends)
+    return found
+
+
 def estimate(data: str, steps: int) -> dict[str, Any]:
-    """Select from data with one estimator in all its forms; return its rows."""
+    """Select from data with all estimators in all their forms; return the row."""
     import paper_tasks  # noqa: F401, registers tasks
 
-    is_drawn = data in sidco_estimates.DISTRIBUTIONS
-    gradients = sidco_estimates.drawn(data, _NUMEL) if is_drawn else sidco_estimates.trained(data)
-    labels = [f"{name}{form}" for name in sidco_estimates.SIDCO for form in (".published", "")]
-    return {"found": sidco_estimates.measure(gradients, not is_drawn, _RATIOS, steps, [*labels, *OTHERS])}
+    is_drawn = data in DISTRIBUTIONS
+    gradients = drawn(data, _NUMEL) if is_drawn else trained(data)
+    return {"found": select(gradients, not is_drawn, _RATIOS, steps, [*_SIDCO, *OTHERS])}
 
 
 def probe(task: str, ranks: int) -> dict[str, Any]:
@@ -159,7 +247,7 @@ def tables(measured: Rows, _: Namespace) -> None:
     _show_times(measured.made)
 
 
-_DATA = ",".join([*sidco_estimates.DISTRIBUTIONS, "resnet20", "vgg", "text-lstm"])
+_DATA = ",".join([*DISTRIBUTIONS, "resnet20", "vgg", "text-lstm"])
 STUDY = Study(
     "papers/sidco_tables", "Show SIDCo's estimates and its time to a quality next to its paper's.",
     ("table", "data", "name", "ratio", "seed"), rows, tables,

@@ -8,14 +8,12 @@ import sys
 import time
 from pathlib import Path
 
-import flexible_schedules
 import flexible_tables
 import lgc_correlation
 import lgc_tables
 import numpy as np
 import paper_runs
 import pytest
-import sidco_estimates
 import sidco_tables
 import study_rows
 
@@ -89,7 +87,7 @@ def test_lgc_step_bytes_are_those_that_are_sent(config, collective, monkeypatch)
 
 def test_sidco_estimates_are_counts_over_those_asked_for():
     labels = ["topk", "sidco.gamma.published", "redsync.binary"]
-    found = sidco_estimates.measure(sidco_estimates.drawn("laplace", 4000), False, (0.1, 0.01), 3, labels)
+    found = sidco_tables.select(sidco_tables.drawn("laplace", 4000), False, (0.1, 0.01), 3, labels)
     assert [(row["name"], row["ratio"]) for row in found] == [(name, ratio) for ratio in (0.1, 0.01) for name in labels]
     for row in found:
         assert 0 <= row["min"] <= row["mean"] <= row["max"]
@@ -100,7 +98,7 @@ def test_sidco_estimates_are_counts_over_those_asked_for():
     ("name", "share"), [("laplace", 2**-0.5), ("gamma", 0.6 / 0.96**0.5), ("normal", (2 / np.pi) ** 0.5)]
 )
 def test_sidco_distributions_have_their_moments(name, share):
-    magnitudes = np.abs(next(sidco_estimates.drawn(name, 200_000)).astype(np.float64))
+    magnitudes = np.abs(next(sidco_tables.drawn(name, 200_000)).astype(np.float64))
     assert magnitudes.mean() / np.sqrt((magnitudes**2).mean()) == pytest.approx(share, rel=0.01)
 
 
@@ -176,10 +174,10 @@ def images():
 @pytest.mark.timeout(300)
 def test_flexible_schedule_has_all_steps_and_trials(images):
     pytest.importorskip("pymoo")
-    fixed = flexible_schedules.train("C1", "top-k 0.01 by allgather", 50, 2)["phases"]
+    fixed = flexible_tables.train("C1", "top-k 0.01 by allgather", 50, 2)["phases"]
     assert [phase["ran"]["allgather"] for phase in fixed.values()] == [12, 12, 12, 14]
     assert fixed["50 ms, 25 Gbit/s"]["seconds"] >= 14 * 0.06  # a latency, 10 ms of computing, and ranks' work
-    phases = flexible_schedules.train("C1", "as published", 50, 2)["phases"].values()
+    phases = flexible_tables.train("C1", "as published", 50, 2)["phases"].values()
     assert sum(sum(phase["ran"].values()) for phase in phases) == 50
     assert sum(phase["trials"] for phase in phases) >= 50  # five candidates of ten steps
 
