@@ -1,6 +1,7 @@
 """``mpicomp bench collectives``: exchanges among real ranks, and the choice of ``auto``."""
 
 import argparse
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -9,7 +10,6 @@ from mpicomp.job import plural
 
 if TYPE_CHECKING:
     from mpicomp.compressors import Compressor
-    from mpicomp.mpi import Transport
 
 HELP = "time every exchange among the ranks of this job, check it, and compare auto's choice with the best"
 
@@ -63,9 +63,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Measure on all ranks, print on rank 0; 1 where a mean was wrong."""
     from mpicomp.bench.collectives import Settings, measure
+    from mpicomp.bench.measure import results
 
     from mpicomp.cli.options import check_writable, read_compressors, read_list, read_numels, read_ratios
-    from mpicomp.errors import ConfigurationError
+    from mpicomp.collectives import bind
+    from mpicomp.errors import ConfigurationError, IncompatiblePairError
 
     numels = read_numels(_COMMAND, _NUMELS if arguments.numel is None else arguments.numel)
     ratios = read_ratios(_COMMAND, arguments.ratio)
@@ -106,13 +108,27 @@ def run(arguments: argparse.Namespace) -> int:
                     print(f"{_COMMAND}: the cost model was written to {arguments.calibrate}")
             if not measures:
                 return 0
-        printer = _Printer(arguments, transport, devices.device_name(_COMMAND) if on_gpu else "cpu")
+        name = devices.device_name(_COMMAND) if on_gpu else "cpu"
+        job, print_root = results.begin(_COMMAND, "", transport.group, name)
+        print_root("a sample is the slowest rank's time of one exchange, which all ranks begin at once")
+        for pair in itertools.product(compressors, collectives or ()):
+            try:
+                bind(*pair)
+            except IncompatiblePairError as error:
+                print_root(f"left out: {error}")
+
+        def write(found: Sequence[Mapping[str, Any]]) -> None:
+            if transport.group.rank == 0 and arguments.json is not None:
+                results.write(arguments.json, found, 1, name, job)
+
         settings = Settings(numels, compressors, collectives, auto, arguments.limit)
-        printer.head(settings)
-        found = measure(settings, transport, model, printer.print_root, printer.write, device)
+        found = measure(settings, transport, model, print_root, write, device)
     finally:
         transport.close()
-    return printer.end(found)
+    wrong = [row for row in found if row["correct"] is False]
+    if transport.group.rank == 0:
+        _show(found, wrong, f"{plural(job['ranks'], 'rank')} on {plural(job['hosts'], 'host')}")
+    return int(bool(wrong))
 
 
 def _collectives(text: str | None, compressors: Sequence["Compressor"]) -> tuple[list[str] | None, bool]:
@@ -142,71 +158,23 @@ def _collectives(text: str | None, compressors: Sequence["Compressor"]) -> tuple
     return fixed, "auto" in names
 
 
-class _Printer:
-    def __init__(self, arguments: argparse.Namespace, transport: "Transport", device: str) -> None:
-        from mpicomp.bench.measure import results
+def _show(found: Sequence[Mapping[str, Any]], wrong: Sequence[Mapping[str, Any]], where: str) -> None:
+    from mpicomp.bench.measure import results
+    from mpicomp.bench.measure.timed_plan import osu_blocks
 
-        self.path = arguments.json
-        self.device = device
-        group = transport.group
-        self.first = group.rank == 0
-        self.job = results.job_environment(group)
-        self.where = f"{plural(group.size, 'rank')} on {plural(group.hosts, 'host')}"
-
-    def print_root(self, text: str) -> None:
-        """Print a comment line on rank 0; programs that read OSU's format skip such lines."""
-        if self.first:
-            print(f"# {text}", flush=True)
-
-    def head(self, settings: Any) -> None:
-        """Print where and how plans are measured, and the pairs that are left out."""
-        from mpicomp.collectives import bind
-        from mpicomp.errors import IncompatiblePairError
-
-        job = self.job
-        self.print_root(f"mpicomp {_COMMAND}: {self.where}, {job['mpi']} {job['mpi_version']}".rstrip())
-        if self.device != "cpu":
-            self.print_root(f"gradients are in the memory of GPUs; rank 0 has one {self.device}")
-        if job["oversubscribed"]:
-            self.print_root("more ranks than cores: seconds of computation, and of waiting for it, are not a cluster's")
-        self.print_root("a sample is the slowest rank's time of one exchange, which all ranks begin at once")
-        for compressor in settings.compressors:
-            for name in settings.collectives or ():
-                try:
-                    bind(compressor, name)
-                except IncompatiblePairError as error:
-                    self.print_root(f"left out: {error}")
-
-    def write(self, found: Sequence[Mapping[str, Any]]) -> None:
-        """Write the rows so far."""
-        from mpicomp.bench.measure import results
-
-        if self.first and self.path is not None:
-            results.write(self.path, found, 1, self.device, self.job)
-
-    def end(self, found: Sequence[Mapping[str, Any]]) -> int:
-        """Print the tables, and return the exit status."""
-        from mpicomp.bench.measure import results
-        from mpicomp.bench.measure.timed_plan import osu_blocks
-
-        wrong = [row for row in found if row["correct"] is False]
-        if not self.first:
-            return int(bool(wrong))
+    print(f"\n{osu_blocks(found, where)}")
+    more = {} if all(row["settings"] is None for row in found) else {"compressor": "", "settings": ""}
+    results.show(found, more | _COLUMNS)
+    chosen = [row for row in found if row["chosen"] is not None]
+    if chosen:
         print()
-        print(osu_blocks(found, self.where))
-        more = {} if all(row["settings"] is None for row in found) else {"compressor": "", "settings": ""}
-        results.show(found, more | _COLUMNS)
-        chosen = [row for row in found if row["chosen"] is not None]
-        if chosen:
-            print()
-            results.show(chosen, more | _AUTO_COLUMNS)
-        not_run = sum(row["median_s"] is None for row in found)
-        if not_run:
-            print(f"\nnot run, since they are predicted to take 20 times the best and more than --limit: {not_run}")
-        for row in wrong:
-            plan = " ".join(filter(None, (row["compressor"], row["settings"], row["collective"])))
-            print(
-                f"\nWRONG: {plan} with {row['numel']} elements: the mean is not "
-                f"that of the gradients, or differs between ranks (error {row['error']:.2g})"
-            )
-        return int(bool(wrong))
+        results.show(chosen, more | _AUTO_COLUMNS)
+    not_run = sum(row["median_s"] is None for row in found)
+    if not_run:
+        print(f"\nnot run, since they are predicted to take 20 times the best and more than --limit: {not_run}")
+    for row in wrong:
+        plan = " ".join(filter(None, (row["compressor"], row["settings"], row["collective"])))
+        print(
+            f"\nWRONG: {plan} with {row['numel']} elements: the mean is not "
+            f"that of the gradients, or differs between ranks (error {row['error']:.2g})"
+        )

@@ -86,19 +86,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     group, hosts = transport.group, transport.group.hosts
     name = "cpu" if arguments.device == "cpu" else get_device_name(device)
-    job = results.job_environment(group)
-
-    def print_root(text: str) -> None:
-        if group.rank == 0:
-            print(f"# {text}", flush=True)
-
-    print_root(
-        f"mpicomp {_COMMAND}: {task.name} on {group.size} ranks and {hosts} hosts, {job['mpi']} {job['mpi_version']}"
-    )
-    if job["oversubscribed"]:
-        print_root("more ranks than cores: forward and backward take longer than on a cluster")
-    if name != "cpu":
-        print_root(f"models are in the memory of GPUs; rank 0 has one {name}")
+    job, print_root = results.begin(_COMMAND, f"{task.name} on ", group, name)
     settings = Settings(steps, blocks, warm_up, every, arguments.seed)
     with trainers(exchanges, task, settings, transport, device) as made:
         trained = train_in_turn(made, task, settings, transport, print_root)

@@ -138,7 +138,7 @@ class Runner:
     def _add(self, gradient: NDArray[Any]) -> None:
         self.catch_up()
         start = self._transport.clock()
-        add_over_mpi(self._transport, gradient, self._sum)
+        self._transport.perform(Round("allreduce", (gradient.size,), gradient.dtype, send=gradient, recv=self._sum))
         end = self._transport.clock()
         sent, wire = 4 * gradient.size, dense_ring_bytes(gradient.size, self._transport.group.size)
         self._last = np.array([end - start, 0.0, end - start, 0.0, 0.0, sent, wire, start, end])
@@ -175,11 +175,6 @@ class Runner:
         if reducer.last_step is None:
             return np.zeros(self._gradients.numel, DTYPE)
         return reducer.residual(NAME)
-
-
-def add_over_mpi(transport: Transport, array: NDArray[Any], out: NDArray[Any]) -> None:
-    """Write the sum of all ranks' arrays by MPI's Allreduce."""
-    transport.perform(Round("allreduce", (array.size,), array.dtype, send=array, recv=out))
 
 
 def in_turn(runners: Sequence[Runner]) -> Iterator[Runner]:

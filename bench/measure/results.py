@@ -6,12 +6,12 @@ import json
 import os
 import platform
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, TypedDict
 
 from mpicomp._version import __version__
-from mpicomp.job import abort, variables, whole_file
+from mpicomp.job import abort, plural, variables, whole_file
 from mpicomp.mpi.rounds import Group
 
 SCHEMA = 1
@@ -81,6 +81,26 @@ def job_environment(group: Group) -> Job:
         "lab": os.environ.get("MPICOMP_LAB") == "1",
         "variables": shown,
     }
+
+
+def begin(command: str, task: str, group: Group, device: str) -> tuple[Job, Callable[[str], None]]:
+    """Print on rank 0 what a benchmark runs on; return the job, and a function that prints a comment there.
+
+    Programs that read OSU's format skip comments.
+    """
+    job = job_environment(group)
+
+    def print_root(text: str) -> None:
+        if group.rank == 0:
+            print(f"# {text}", flush=True)
+
+    where = f"{task}{plural(group.size, 'rank')} on {plural(group.hosts, 'host')}"
+    print_root(f"mpicomp {command}: {where}, {job['mpi']} {job['mpi_version']}".rstrip())
+    if device != "cpu":
+        print_root(f"gradients are in the memory of GPUs; rank 0 has one {device}")
+    if job["oversubscribed"]:
+        print_root("more ranks than cores: seconds of computation, and of waiting for it, are not a cluster's")
+    return job, print_root
 
 
 def write(
