@@ -12,6 +12,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+sys.path.append(str(Path(__file__).parent.parent))  # where the other studies are
+
 import lab_jobs
 import numpy as np
 import paper_runs
