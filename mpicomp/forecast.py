@@ -191,9 +191,10 @@ class Forecaster:
         self, exchange: str, plan: str, seconds: float, sent: float, steps: tuple[float, float, float] | None
     ) -> Forecast:
         """Return the forecast of a step with its seconds, and with its steps to a quality over those of dense."""
-        quality_s = None if steps is None else steps[0] * self._job.steps * seconds
         throughput = self._job.compute_s / seconds if seconds else 1.0
-        return Forecast(exchange, plan, seconds, throughput, sent, *(steps or (None, None, None)), quality_s)
+        if steps is None:
+            return Forecast(exchange, plan, seconds, throughput, sent)
+        return Forecast(exchange, plan, seconds, throughput, sent, *steps, steps[0] * self._job.steps * seconds)
 
     def _plan(self, exchange: str, compressor: Compressor, cost: _Cost, nbytes: float) -> Forecast:
         name = compressor.id + (f" {compressor.ratio:.2g}" if hasattr(compressor, "ratio") else "")

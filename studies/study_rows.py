@@ -101,10 +101,9 @@ class Study:
         for flag, (_, metavar, _) in self.options.items():
             if metavar.endswith("]"):
                 option, text = flag[2:], getattr(arguments, flag[2:])
-                known = list(self.known[option](arguments)) if option in self.known else None
+                known = list(self.known[option](arguments)) if option in self.known else []
                 words = known if text is None else read_list(text) if ",.." in metavar else text.split(";")
-                assert words is not None
-                for word in words if known is not None else ():
+                for word in words if option in self.known else ():
                     if word not in known:
                         raise UnknownNameError(f"{name}: {flag}", word, known)
                 setattr(arguments, option, [int(word) for word in words] if metavar[0] in "KN" else words)

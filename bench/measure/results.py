@@ -32,6 +32,18 @@ class Written(TypedDict):
     rows: Annotated[list[dict[str, Any]], "one for each that was measured"]
 
 
+class Job(TypedDict):
+    """The MPI job of a benchmark."""
+
+    mpi: Annotated[str, "whose library it is"]
+    mpi_version: Annotated[str, "its version"]
+    ranks: Annotated[int, "that took part"]
+    hosts: Annotated[int, "that they are on"]
+    oversubscribed: Annotated[bool, "whether some host has more ranks than cores"]
+    lab: Annotated[bool, "whether it was an emulated cluster"]
+    variables: Annotated[dict[str, Any], "variables of MPI, UCX, OpenMP, Slurm and mpicomp, without paths"]
+
+
 class Environment(TypedDict):
     """The environment of a benchmark: nothing that reveals who measured when."""
 
@@ -45,19 +57,7 @@ class Environment(TypedDict):
     cores: Annotated[int, "that this process may use"]
     threads: Annotated[int, "that were asked for"]
     device: Annotated[str, "`cpu`, or the name of the GPU"]
-    job: Annotated[dict[str, Any] | None, "the MPI job; null where no ranks took part"]
-
-
-class Job(TypedDict):
-    """The MPI job of a benchmark."""
-
-    mpi: Annotated[str, "whose library it is"]
-    mpi_version: Annotated[str, "its version"]
-    ranks: Annotated[int, "that took part"]
-    hosts: Annotated[int, "that they are on"]
-    oversubscribed: Annotated[bool, "whether some host has more ranks than cores"]
-    lab: Annotated[bool, "whether it was an emulated cluster"]
-    variables: Annotated[dict[str, Any], "variables of MPI, UCX, OpenMP, Slurm and mpicomp, without paths"]
+    job: Annotated[Job | None, "the MPI job; null where no ranks took part"]
 
 
 def job_environment(group: Group) -> Job:
@@ -111,14 +111,18 @@ def write(
     job: Job | None = None,
 ) -> None:
     """Write rows and their environment, of versions and the processor, as one JSON object."""
-    versions: dict[str, str | None] = dict.fromkeys(("numpy", "numba", "torch"))
-    for name in versions:
+
+    def version(name: str) -> str | None:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            versions[name] = importlib.metadata.version(name)
+            return importlib.metadata.version(name)
+        return None
+
     environment: Environment = {
         "mpicomp": __version__,
         "python": platform.python_version(),
-        **versions,
+        "numpy": version("numpy"),
+        "numba": version("numba"),
+        "torch": version("torch"),
         "cupy": getattr(sys.modules.get("cupy"), "__version__", None),  # its packages have many names
         "cpu": _cpu(),
         "cores": len(os.sched_getaffinity(0)),
