@@ -5,16 +5,18 @@ from typing import Annotated, Any, TypedDict
 import msgspec
 
 
-class Line(TypedDict):
+class Line(msgspec.Struct, kw_only=True, gc=False):
     """Fields of a line of ``--metrics`` that `mpicomp.StepRecord` does not have, or has in another form."""
 
-    schema: Annotated[int, "version of this table, 1; it changes when a field changes its meaning or goes"]
+    schema: Annotated[int, "version of this table, 1; it changes when a field changes its meaning or goes"] = 1
     seconds: Annotated[float, "the whole step: gradient to update"]
-    phases_s: Annotated[dict[str, Any], "parts of `seconds`, below"]
-    loss: Annotated[float | None, "training loss on this rank's batch, before the update; null where it is not finite"]
+    phases_s: Annotated[dict[str, float], "parts of `seconds`, below"]
+    loss: Annotated[
+        float | None, "training loss on this rank's batch, before the update; null where it is not finite"
+    ] = None
     quality: Annotated[
         float | None, "quality on held-out data every `--evaluate-every` steps, else null; not in `seconds`"
-    ]
+    ] = None
 
 
 class Phases(TypedDict):

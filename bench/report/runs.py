@@ -10,6 +10,7 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
+from mpicomp.bench.measure import run_fields
 from mpicomp.bench.measure.run_fields import PHASES, RunObject
 from numpy.typing import NDArray
 
@@ -30,19 +31,15 @@ class Bucket(msgspec.Struct, gc=False):
     collective: str
 
 
-class Line(msgspec.Struct, gc=False):
+class Line(run_fields.Line, kw_only=True, gc=False):
     """A line of --metrics, as far as the report reads it."""
 
     step: int
-    seconds: float
-    phases_s: dict[str, float]
     wire_bytes: float
     dense_wire_bytes: float
     buckets: list[Bucket]
-    loss: float | None = None
-    quality: float | None = None
     skipped: bool = False
-    lost_ranks: list[int] = []
+    lost_ranks: list[int] = msgspec.field(default_factory=list)
 
 
 @dataclass
