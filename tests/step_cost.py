@@ -1,14 +1,17 @@
 """Count what one steady step does on the host: files, functions, Python calls, microseconds.
 
-    mpiexec -n 2 python tests/step_cost.py [--json F] [--steps N]
+    mpiexec -n 2 python tests/step_cost.py [--json F] [--steps N] [--large]
 
 One bucket of 1,000 floats: dense by allreduce, top-k by allgather, and `auto`, next to MPI's Allreduce alone. Files and
 functions are those of mpicomp and its kernels. Calls are of functions, Python's and C's, as cProfile counts them: the
 median over steps. Microseconds are the median and, as machines are shared, the fastest tenth of steps that take turns.
+
+With ``--large`` instead: dense sums of one large array, in turn with MPI's Allreduce, and the ratios of medians.
 """
 
 import argparse
 import cProfile
+import functools
 import json
 import statistics
 import sys
@@ -28,6 +31,8 @@ SETTINGS = {
     "topk": {"compressor": "topk", "collective": "allgather"},
     "auto": {"policy": "auto"},
 }
+LARGE = (100_000, 250_000, 1_000_000, 4_000_000)
+LARGE_SETTINGS = {"dense": {"compressor": "dense"}, "auto": {"policy": {"id": "auto", "fidelity": 1}}}
 WARM_STEPS = 400
 TRACED_STEPS = 20
 
@@ -64,11 +69,44 @@ def calls_of(step):
     return python, everything
 
 
+def seconds_in_turn(steps, count):
+    """Return the seconds of steps that take turns, by name."""
+    seconds = {name: [] for name in steps}
+    for _ in range(count):
+        for name, step in steps.items():
+            MPI.COMM_WORLD.Barrier()
+            begin = time.perf_counter()
+            step()
+            seconds[name].append(time.perf_counter() - begin)
+    return seconds
+
+
+def compare_large_sums(count):
+    """Print the medians of dense sums, and their ratios to MPI's Allreduce."""
+    for numel in LARGE:
+        gradients = {"w": np.random.default_rng(MPI.COMM_WORLD.rank).standard_normal(numel).astype(np.float32)}
+        reducers = {name: mpicomp.Reducer(**settings) for name, settings in LARGE_SETTINGS.items()}
+        steps = {name: functools.partial(reducer.reduce, gradients) for name, reducer in reducers.items()}
+        steps["Allreduce"] = functools.partial(MPI.COMM_WORLD.Allreduce, gradients["w"], np.empty(numel, np.float32))
+        seconds_in_turn(steps, WARM_STEPS // 4)
+        medians = {name: statistics.median(times) for name, times in seconds_in_turn(steps, count).items()}
+        if MPI.COMM_WORLD.rank == 0:
+            least = medians["Allreduce"]
+            row = [f"{name} {1e6 * median:.0f} us ({median / least:.2f})" for name, median in medians.items()]
+            print(f"{numel:9} floats: {', '.join(row)}", flush=True)
+        for reducer in reducers.values():
+            reducer.close()
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--json", help="write all numbers, and the files, to this file")
     parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--large", action="store_true", help="compare sums of large arrays with MPI's")
     options = parser.parse_args()
+    if options.large:
+        compare_large_sums(options.steps // 10)
+        return
     rank = MPI.COMM_WORLD.rank
     gradients = {"w": np.random.default_rng(rank).standard_normal(NUMEL).astype(np.float32)}
     reducers = {name: mpicomp.Reducer(**settings) for name, settings in SETTINGS.items()}
@@ -90,14 +128,7 @@ def main():
             "calls": statistics.median(everything for _, everything in calls),
             "visited": sorted(visited),
         }
-    seconds = {name: [] for name in steps}
-    for _ in range(options.steps):
-        for name, step in steps.items():
-            MPI.COMM_WORLD.Barrier()
-            begin = time.perf_counter()
-            step()
-            seconds[name].append(time.perf_counter() - begin)
-    for name, durations in seconds.items():
+    for name, durations in seconds_in_turn(steps, options.steps).items():
         table[name]["median_us"] = 1e6 * statistics.median(durations)
         table[name]["fastest_tenth_us"] = 1e6 * statistics.quantiles(durations, n=10)[0]
     if rank == 0:

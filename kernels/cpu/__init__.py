@@ -21,7 +21,14 @@ from mpicomp.kernels.cpu.elementwise import energy, momentum, scale, share_round
 from mpicomp.kernels.cpu.grid import pack_grid, pack_range, unpack_grid, unpack_grid_add
 from mpicomp.kernels.cpu.indices import ascending_below, decode_indices, decode_indices_of, encode_indices
 from mpicomp.kernels.cpu.merge import count_reaching, intersect, merge_add, merge_subtract, norm_change, split_largest
-from mpicomp.kernels.cpu.message import sparse_add, write_header, write_tail
+from mpicomp.kernels.cpu.message import (
+    ascending_parts,
+    mean_of_pairs,
+    sparse_add,
+    write_header,
+    write_pairs_plain,
+    write_tail,
+)
 from mpicomp.kernels.cpu.moments import Moments, logarithms
 from mpicomp.kernels.cpu.products import conv_double, conv_halve, conv_mix, conv_room
 from mpicomp.kernels.cpu.quadratic_levels import pack_quadratic, unpack_quadratic

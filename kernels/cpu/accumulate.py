@@ -1,10 +1,8 @@
 """Error feedback: gradient plus residual, in one sweep that also collects moments and candidates."""
 
-import math
-
 import numpy as np
 from mpicomp.kernels.cpu.above_threshold import append_reaching
-from mpicomp.kernels.cpu.bits import MASKS, as_bits, infinity_of, mask_of
+from mpicomp.kernels.cpu.bits import MASKS
 from mpicomp.kernels.cpu.compile import Floats, Indices, cut, kernel, spread
 from mpicomp.kernels.cpu.moments import MAX_ENERGY, MIN_ENERGY, Moments, _sums
 from numpy.typing import NDArray
@@ -19,16 +17,12 @@ def accumulate(
 
     The gradient may be ``out`` itself. Without a residual nothing is added to it. The factor is not 0.
     """
-    mask, number = MASKS[out.dtype], out.dtype.type(factor)
-    bits = out.view(mask.dtype)
-    nothing = bits[:0]
     second = out[:0] if residual is None else residual
     if threads == 1:
-        return _moments(_accumulate(gradient, second, number, out, bits, mask, None, 0, nothing, nothing), out)
+        return Moments(*_accumulate(gradient, second, factor, out))
 
     def sweep(part: slice) -> Moments:
-        sums = _accumulate(gradient[part], second[part], number, out[part], bits[part], mask, None, 0, nothing, nothing)
-        return _moments(sums, out[part])
+        return Moments(*_accumulate(gradient[part], second[part], factor, out[part]))
 
     first, *others = spread(sweep, cut(out.size, threads))
     return sum(others, first)
@@ -52,21 +46,20 @@ def accumulate_candidates(
     ``out``.
     """
     mask = MASKS[out.dtype]
-    limit, words, one = mask.dtype.type(bound), out.view(mask.dtype), out.dtype.type(1)
+    limit, words = mask.dtype.type(bound), out.view(mask.dtype)
     second = out[:0] if residual is None else residual
     if threads == 1:
-        sums = _accumulate(gradient, second, one, out, words, mask, limit, base, index[count:], bits[count:])
-        return count + sums[0], _moments(sums, out)
+        found, sums = _list(gradient, second, out, words, mask, limit, base, index[count:], bits[count:])
+        return count + found, Moments(*sums)
     parts = cut(out.size, threads)
     room = max(0, index.size - count)
     slots = [slice(count + room * p // len(parts), count + room * (p + 1) // len(parts)) for p in range(len(parts))]
 
     def sweep(part: slice) -> tuple[int, Moments]:
         slot = slots[parts.index(part)]
-        target, place = out[part], base + part.start
-        inputs = gradient[part], second[part], one, target, words[part]
-        sums = _accumulate(*inputs, mask, limit, place, index[slot], bits[slot])
-        return int(sums[0]), _moments(sums, target)
+        inputs = gradient[part], second[part], out[part], words[part], mask, limit, base + part.start
+        found, sums = _list(*inputs, index[slot], bits[slot])
+        return int(found), Moments(*sums)
 
     outcomes = spread(sweep, parts)
     moments = sum((moments for _, moments in outcomes[1:]), outcomes[0][1])
@@ -79,14 +72,6 @@ def accumulate_candidates(
             count = max(count, index.size)  # a part without room: not all of them are stored, whatever the sum
         count += found
     return count, moments
-
-
-def _moments(sums: tuple[int, int, float, float], out: Floats) -> Moments:
-    _, nonzero, total, energy = sums
-    finite = math.isfinite(energy)
-    if not finite and out.dtype == np.float64:  # squares of finite numbers overflow too
-        finite = int(_top(as_bits(out), mask_of(out.dtype))) < infinity_of(out.dtype)
-    return Moments(nonzero, total, energy, finite)
 
 
 @kernel
@@ -104,34 +89,54 @@ def _add(gradient, residual, factor, block, out):  # type: ignore[no-untyped-def
     return nonzero, np.float64(total), np.float64(energy)
 
 
-@kernel
-def _top(bits, mask):  # type: ignore[no-untyped-def]
-    top = mask ^ mask
-    for i in range(bits.size):
-        top = max(top, bits[i] & mask)
-    return top
-
-
-# The kernel goes through memory once, block by block, and lets each of the loops above run over a block while it lies
-# in the first-level cache: separately they vectorise, in one loop they do not, as an array and its bits share memory.
-# Blocks are slices because an index that starts at zero needs no check of its sign.
+# The kernels go through memory once, block by block, and let each of their loops run over a block while it lies in the
+# first-level cache: separately they vectorise, in one loop they do not, as an array and its bits share memory. Blocks
+# are slices because an index that starts at zero needs no check of its sign.
 
 
 @kernel
-def _accumulate(gradient, residual, factor, out, bits, mask, bound, base, index, found):  # type: ignore[no-untyped-def]
-    count, nonzero = np.int64(0), 0  # of one type from the start: a literal argument would compile a function again
-    total, energy = 0.0, 0.0
+def _add_block(gradient, residual, factor, start, out):  # type: ignore[no-untyped-def]
+    block = slice(start, min(start + _BLOCK, out.size))
+    part = out[block]
+    nonzero, total, energy = _add(gradient, residual, factor, block, part)
+    if nonzero > 0 and not (MIN_ENERGY < energy < MAX_ENERGY):
+        total, energy = _sums(part)
+        return nonzero, total / factor, energy / factor / factor
+    return nonzero, total, energy
+
+
+@kernel
+def _all_finite(out, energy):  # type: ignore[no-untyped-def]
+    if np.isfinite(energy):
+        return True
+    finite = out.itemsize == 8  # squares of finite numbers overflow too
+    if finite:
+        for i in range(out.size):
+            finite &= np.isfinite(out[i])
+    return finite
+
+
+@kernel
+def _accumulate(gradient, residual, factor, out):  # type: ignore[no-untyped-def]
+    number = out.dtype.type(factor)
+    nonzero, total, energy = 0, 0.0, 0.0
     for start in range(0, out.size, _BLOCK):
-        block = slice(start, min(start + _BLOCK, out.size))
-        part = out[block]
-        sums_of_block = _add(gradient, residual, factor, block, part)
-        sums = (sums_of_block[1], sums_of_block[2])
-        if sums_of_block[0] > 0 and not (MIN_ENERGY < sums_of_block[2] < MAX_ENERGY):
-            total_of_block, energy_of_block = _sums(part)
-            sums = (total_of_block / factor, energy_of_block / factor / factor)
-        nonzero += sums_of_block[0]
-        total += sums[0]
-        energy += sums[1]
-        if bound is not None:
-            count = append_reaching(None, bits[block], mask, bound, base + start, index, found, count)
-    return count, nonzero, total, energy
+        of_block = _add_block(gradient, residual, number, start, out)
+        nonzero += of_block[0]
+        total += of_block[1]
+        energy += of_block[2]
+    return nonzero, total, energy, _all_finite(out, energy)
+
+
+@kernel
+def _list(gradient, residual, out, bits, mask, bound, base, index, found):  # type: ignore[no-untyped-def]
+    one = out.dtype.type(1)
+    count, nonzero, total, energy = np.int64(0), 0, 0.0, 0.0
+    for start in range(0, out.size, _BLOCK):
+        of_block = _add_block(gradient, residual, one, start, out)
+        nonzero += of_block[0]
+        total += of_block[1]
+        energy += of_block[2]
+        block = bits[start : min(start + _BLOCK, out.size)]
+        count = append_reaching(None, block, mask, bound, base + start, index, found, count)
+    return count, (nonzero, total, energy, _all_finite(out, energy))

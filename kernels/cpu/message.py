@@ -8,8 +8,9 @@ from collections.abc import Sequence
 
 import numpy as np
 from mpicomp.kernels.cpu.cast import widen
-from mpicomp.kernels.cpu.compile import Bytes, Floats
+from mpicomp.kernels.cpu.compile import Bytes, Floats, Indices, exact, kernel
 from mpicomp.kernels.cpu.elementwise import energy as energy_of
+from mpicomp.kernels.cpu.indices import ascending_below
 from mpicomp.kernels.cpu.scatter import add_ascending
 from numpy.typing import NDArray
 
@@ -80,6 +81,48 @@ def sparse_add(
         if not add_ascending(chosen, values, by, out):
             return False
     return True
+
+
+@kernel
+def write_pairs_plain(values: Floats, indices: Indices, values_out: Floats, indices_out: Indices) -> float:
+    """Copy a selection to its places in a message, and return the squared L2 norm of the values as `energy` does."""
+    for j in range(indices.size):
+        values_out[j] = values[j]
+        indices_out[j] = indices[j]
+    return energy_of(values)
+
+
+@kernel
+def ascending_parts(words: Indices, starts: NDArray[np.int64], counts: NDArray[np.int64], numel: int) -> int:
+    """Return how many of several parts of an array ascend without repetition below ``numel``, up to one that does not.
+
+    Part r has ``counts[r]`` indices from ``starts[r]`` on.
+    """
+    for part in range(starts.size):
+        if not ascending_below(words[starts[part] : starts[part] + counts[part]], numel):
+            return part
+    return starts.size
+
+
+def mean_of_pairs(
+    received: Bytes, values_at: NDArray[np.int64], indices_at: NDArray[np.int64], counts: NDArray[np.int64], out: Floats
+) -> None:
+    """Write the mean of selections to ``out``, in their order, whose indices were checked by `ascending_parts`.
+
+    Selection r has ``counts[r]`` values from element ``values_at[r]`` of ``received`` on, seen as the dtype of ``out``,
+    and indices from element ``indices_at[r]`` on, seen as uint32. Rounded as by `sparse_add`.
+    """
+    _mean_of_pairs(received.view(out.dtype), values_at, received.view(np.uint32), indices_at, counts, out)
+
+
+@exact  # every rank adds up the mean for itself
+def _mean_of_pairs(values, values_at, indices, indices_at, counts, out):  # type: ignore[no-untyped-def]
+    factor = out.dtype.type(1 / counts.size)
+    out[:] = 0
+    for part in range(counts.size):
+        value, index = values_at[part], indices_at[part]
+        for j in range(counts[part]):
+            out[indices[index + j]] += factor * values[value + j]
 
 
 def check_stored(name: str, stored: str, dtype: np.dtype[np.floating]) -> None:

@@ -16,7 +16,7 @@ from mpicomp.errors import ArrayTypeError, ConfigurationError, MpicompError
 from mpicomp.kernels.cpu.compile import check_compiler
 from mpicomp.mpi import Transport
 from mpicomp.mpi.connect import connect, run_over
-from mpicomp.mpi.rounds import Group, Rounds, gather_rows
+from mpicomp.mpi.rounds import Group, Round, Rounds, gather_rows
 from mpicomp.reducer.agreement import Signature, agree, no_memory
 from mpicomp.reducer.reducer import Reducer
 from mpicomp.reducer.settings import check_arguments
@@ -41,7 +41,7 @@ def allreduce(
     op: str = "mean",
     out: NDArray[Any] | None = None,
 ) -> Any:
-    """Average or add one array over the ranks without state, compressed or within an error bound.
+    """Average or add one array over the ranks without state, compressed, within an error bound, or by MPI's sum.
 
     Collective over ``comm``. With a compressor elements that are not sent are lost. To average arrays in every step use
     a `Reducer`, which keeps unsent elements, its buffers and its communicator.
@@ -49,13 +49,14 @@ def allreduce(
     With ``error`` every element of the result differs from the exact one by at most that: ranks add integers on a
     shared grid, in packed blocks (see docs/collectives.md). Blocks of much larger numbers are sent uncoded. For
     results above about 8 million times ``error`` in float32, 1e15 times in float64, the dtype has no closer numbers:
-    there one spacing of its numbers is added. NaN and infinity are as in any sum.
+    there one spacing of its numbers is added. NaN and infinity are as in any sum. ``op="sum"`` with neither is MPI's
+    sum, after ranks have compared their arrays.
 
     Parameters
     ----------
     array : array
-        NumPy, CuPy or torch; float16, bfloat16, float32 or float64; not modified. With ``error`` a NumPy array of
-        float32, float64 or complex numbers, of any shape and strides.
+        NumPy, CuPy or torch; float16, bfloat16, float32 or float64; not modified. With ``error`` or ``op="sum"`` a
+        NumPy array of float32, float64 or complex numbers, of any shape and strides.
     compressor : Compressor, str, mapping or None
         None is dense. Not together with ``error``.
     comm : mpi4py.MPI.Comm, Transport or None
@@ -67,14 +68,15 @@ def allreduce(
         Whether ``error`` is a share of the arrays' range, at most 1: of their largest less their smallest finite
         number, averaged over the ranks, or added with ``op="sum"``. The range of the result is at most so large.
     op : {"mean", "sum"}
-        ``"sum"`` needs ``error``.
+        ``"sum"`` takes no compressor.
     out : numpy.ndarray, optional
-        With ``error``, where the result is written: of the same shape and dtype, possibly ``array`` itself.
+        With ``error`` or ``op="sum"``, where the result is written: of the same shape and dtype, possibly ``array``
+        itself.
 
     Returns
     -------
     array
-        Of the same kind, dtype and shape, the same bits on every rank. Without ``error`` it is read-only.
+        Of the same kind, dtype and shape, the same bits on every rank. A mean without ``error`` is read-only.
 
     Raises
     ------
@@ -121,7 +123,7 @@ def bounded_rounds(
     group: Group,
     relative: bool = False,
 ) -> Rounds[NDArray[Any]]:
-    """Run `allreduce` with a bound as a generator of rounds."""
+    """Run `allreduce` with a bound, or of a sum, as a generator of rounds."""
     signature: Signature | None = None
     problem: MpicompError | None = None
     try:
@@ -141,13 +143,34 @@ def bounded_rounds(
     yield from agree(signature, problem, group, "allreduce")
     real = _REALS[dtype.name]
     flat, numbers = flat.view(real), direct.view(real)
-    if relative:
-        ranges = (yield from gather_rows(np.float64(_range_of(flat)), group)).ravel()
-        bound = _absolute(bound, float(ranges.sum() / (1 if op == "sum" else group.size)), _MIN_ERROR[real])
-    yield from bounded_sum(flat, numbers, grid_of(bound, op, flat.dtype, group.size), group)
+    if bound is None:
+        yield from _sum(flat, numbers, group)
+    else:
+        yield from _bounded(flat, numbers, bound, relative, op, group)
     if not result.flags.c_contiguous:
         result[...] = direct.reshape(result.shape)
     return result
+
+
+def _sum(flat: NDArray[np.floating], out: NDArray[np.floating], group: Group) -> Rounds[None]:
+    if group.identical_sums:
+        send = flat.copy() if np.may_share_memory(flat, out) else flat  # on one rank perhaps, so not in place
+        yield Round("allreduce", (flat.size,), flat.dtype, send=send, recv=out)
+        return
+    rows = yield from gather_rows(flat, group)
+    np.copyto(out, rows[0])
+    with np.errstate(over="ignore", invalid="ignore"):
+        for row in rows[1:]:
+            np.add(out, row, out=out)
+
+
+def _bounded(
+    flat: NDArray[np.floating], out: NDArray[np.floating], bound: float, relative: bool, op: str, group: Group
+) -> Rounds[None]:
+    if relative:
+        ranges = (yield from gather_rows(np.float64(_range_of(flat)), group)).ravel()
+        bound = _absolute(bound, float(ranges.sum() / (1 if op == "sum" else group.size)), _MIN_ERROR[flat.dtype.name])
+    yield from bounded_sum(flat, out, grid_of(bound, op, flat.dtype, group.size), group)
 
 
 def _range_of(array: NDArray[np.floating]) -> float:
@@ -170,19 +193,21 @@ def _absolute(share: float, whole: float, least: float) -> float:
     return min(max(bound, least), _MAX_ERROR)
 
 
-def _check_bound(array: Any, compressor: Any, error: Any, op: str, relative: bool) -> float:
+def _check_bound(array: Any, compressor: Any, error: Any, op: str, relative: bool) -> float | None:
     check_choice("allreduce", "op", op, ("mean", "sum"))
-    if error is None:
-        raise ConfigurationError("allreduce: op='sum', out and relative need error=, the bound of the result, got None")
+    if error is None and (op == "mean" or relative):
+        raise ConfigurationError("allreduce: out and relative need error=, the bound of the result, got None")
+    asked = "op='sum'" if error is None else "error="
     if compressor is not None:
-        raise ConfigurationError(
-            f"allreduce: error= chooses its own code, got compressor {compressor!r}; pass one only"
-        )
+        does = "adds arrays as they are" if error is None else "chooses its own code"
+        raise ConfigurationError(f"allreduce: {asked} {does}, got compressor {compressor!r}; pass one only")
     if not isinstance(array, np.ndarray | np.generic):
-        raise ArrayTypeError(f"allreduce: error= needs a NumPy array, got {type(array).__name__}; use numpy.asarray")
+        raise ArrayTypeError(f"allreduce: {asked} needs a NumPy array, got {type(array).__name__}; use numpy.asarray")
     check_not_masked("allreduce: the array", array)
     if array.dtype.name not in _REALS:
-        raise ArrayTypeError(f"allreduce: error= needs one of {', '.join(_REALS)}, got {array.dtype}; cast it first")
+        raise ArrayTypeError(f"allreduce: {asked} needs one of {', '.join(_REALS)}, got {array.dtype}; cast it first")
+    if error is None:
+        return None
     least, most = (_MIN_RELATIVE_ERROR, 1.0) if relative else (_MIN_ERROR[_REALS[array.dtype.name]], _MAX_ERROR)
     return check_range("allreduce", "error", error, least, most)
 

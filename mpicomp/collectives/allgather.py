@@ -114,13 +114,13 @@ class PlainLayout(MessageLayout):
 
     def __init__(self, compressor: Sparsifier, counts: list[int], like: Accumulated, context: Context) -> None:
         super().__init__(compressor, counts, like, context)
-        self._values_at = [start + HEADER_BYTES for start, _ in self.bounds]
-        self._indices_at = [start + middle for (start, _), middle in zip(self.bounds, self.middles, strict=True)]
-        self._stored = self.dtype.name  # not made at every step
+        starts, itemsize = np.array([start for start, _ in self.bounds], np.int64), self.dtype.itemsize
+        self._values_at = (starts + HEADER_BYTES) // itemsize
+        self._indices_at = (starts + self.middles) // 4
+        self._counts = np.array(counts, np.int64)
+        self._words = self.received.view(np.uint32)
         self._leads = [sparse_lead(count, self.dtype, _PLAIN) for count in counts]
         self._headers = struct.Struct("<" + "".join(f"Qdd{size - HEADER_BYTES}x" for size in self.task.counts))
-        places = zip(self._indices_at, counts, strict=True)
-        self._indices = [self.received[start : start + 4 * count].view(np.uint32) for start, count in places]
         message, rank = self.message, self.group.rank
         middle, count = self.middles[rank], counts[rank]
         message.fill(0)
@@ -128,10 +128,9 @@ class PlainLayout(MessageLayout):
         self._own_indices = message[middle : middle + 4 * count].view(np.uint32)
 
     def write(self, selection: Selection, flags: int, moments: cpu.Moments) -> None:
-        self._own_values[:] = selection.values
-        self._own_indices[:] = selection.indices
         lead = self._leads[self.group.rank] | flags << 8
-        cpu.write_header(self.message, lead, moments.finite, moments.energy, selection.values, 0.0)
+        kept = cpu.write_pairs_plain(selection.values, selection.indices, self._own_values, self._own_indices)
+        cpu.write_header(self.message, lead, moments.finite, moments.energy, kept, 0.0)
 
     def read(self, received: NDArray[np.uint8]) -> tuple[int, float, float, MeanWriter]:
         flags, fields = 0, self._headers.unpack_from(received.data)
@@ -139,15 +138,13 @@ class PlainLayout(MessageLayout):
             flags |= lead ^ expected
         if flags & ~_HARMLESS:
             return super().read(received)
-        for rank, indices in enumerate(self._indices):
-            if not cpu.ascending_below(indices, self.numel):
-                raise MessageError(f"from rank {rank}: message: indices do not ascend below {self.numel}")
+        sound = cpu.ascending_parts(self._words, self._indices_at, self._counts, self.numel)
+        if sound < self.group.size:
+            raise MessageError(f"from rank {sound}: message: indices do not ascend below {self.numel}")
         return flags >> 8, sum(fields[1::3]), sum(fields[2::3]), self._write_mean
 
     def _write_mean(self, out: NDArray[np.floating]) -> None:
-        out.fill(0)
-        where, factor = self.received, 1 / self.group.size
-        cpu.sparse_add(where, self._values_at, where, self._indices_at, self.counts, self._stored, factor, out)
+        cpu.mean_of_pairs(self.received, self._values_at, self._indices_at, self._counts, out)
 
 
 def mean_of_messages(

@@ -104,9 +104,10 @@ class Result:
         """
         nonfinite, stale, energy, lost = received_on_host(trailer).tolist()
         if finite is None:
-            finite = is_finite(mean, energy, ranks)
-        sent, kept = accumulated.memory[: accumulated.numel], float(accumulated.numel)
-        return cls(mean, sent, energy, gain_of(lost, energy), kept, nonfinite > 0 or not finite, stale > 0)
+            finite = far_from_largest(energy * ranks, mean.dtype) or bool(np.isfinite(mean).all())
+        gain = 1.0 if lost == 0 else gain_of(lost, energy)
+        kept = float(accumulated.numel)
+        return cls(mean, accumulated.whole, energy, gain, kept, nonfinite > 0 or not finite, stale > 0)
 
     def mean_array(
         self, accumulated: Accumulated, workspace: Workspace, name: str = "written mean"

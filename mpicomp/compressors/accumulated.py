@@ -3,7 +3,6 @@
 from bisect import bisect_right
 from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -233,14 +232,29 @@ class Accumulated:
         """The memory of the sum and its trailer, shape (numel + TRAILER,), which may not be computed yet."""
         self.numel: int = buffer.size - TRAILER
         """Number of elements, without the trailer."""
+        self.whole: NDArray[np.floating] = buffer[: self.numel]
+        """The memory of the sum alone."""
         self.dtype: np.dtype[Any] = buffer.dtype
         """float32 or float64."""
         self.kernels: Any = kernels.of(buffer)
         """Kernels of the array's device."""
-        self.residual = residual
-        """The residual before the step, read-only; None where there is none, or zeros."""
-        self.stale = stale
         self.threads = threads
+        self._tables = {} if tables is None else tables
+        self.begin(residual, pieces, stale, scale, velocity)
+
+    def begin(
+        self,
+        residual: NDArray[np.floating] | None,
+        pieces: Sequence[tuple[int, NDArray[Any]]],
+        stale: bool = False,
+        scale: float = 1.0,
+        velocity: Velocity | None = None,
+    ) -> None:
+        """Take the gradients of another step, to be summed in the same memory."""
+        self.residual, self._pieces, self._velocity = residual, pieces, velocity
+        self.stale = stale
+        self.scale = scale
+        """Factor of the gradients."""
         self.lost = 0.0
         """Energy that `ready` left out of the sum."""
         self.may_be_overwritten = False
@@ -249,16 +263,19 @@ class Accumulated:
         """Content of the memory: ``"sum"``, ``"residual"`` or ``"mean"``. With a mean all was sent but ``unsent``."""
         self.unsent: tuple[int, NDArray[np.floating]] | None = None
         """Where the part begins that was not all sent, and its residual."""
-        self._pieces, self._velocity = pieces, velocity
-        self.scale = scale
-        """Factor of the gradients."""
         self._factor = 1.0  # of the sum, see `divide`
-        self._tables = {} if tables is None else tables
-        self.is_computed = False
-        """Whether the sum was computed."""
         self._device_moments: cpu.Moments | None = None  # as kernels return them: on a device, 0-d arrays
         self._moments: cpu.Moments | None = None
-        self._parts: list[tuple[int, cpu.Moments]] = []  # elements and moments of parts that `part` has computed
+        self._parts: Sequence[tuple[int, cpu.Moments]] = ()  # elements and moments of parts that `part` has computed
+
+    def release(self) -> None:
+        """Drop the gradients of a step that is over."""
+        self.residual, self._pieces, self._velocity = None, (), None
+
+    @property
+    def is_computed(self) -> bool:
+        """Whether the sum was computed."""
+        return self._device_moments is not None
 
     @classmethod
     def ready(
@@ -270,7 +287,7 @@ class Accumulated:
         """
         made = cls(buffer, None, [], stale)
         made.lost = lost
-        made._device_moments, made.is_computed = cpu.Moments(0, 0.0, energy, finite), True
+        made._device_moments = cpu.Moments(0, 0.0, energy, finite)
         return made
 
     @property
@@ -303,7 +320,21 @@ class Accumulated:
         """Return the sum, a contiguous array of shape (numel,)."""
         if self._device_moments is None:
             self._compute()
-        return self.memory[: self.numel]
+        return self.whole
+
+    def lent(self) -> NDArray[np.floating] | None:
+        """Return the gradient's own memory where the sum is no more than that, for one that need not be computed."""
+        is_computed = self._device_moments is not None or bool(self._parts)
+        return None if is_computed or self.residual is not None else self._gradient_alone()
+
+    def _gradient_alone(self) -> NDArray[np.floating] | None:
+        # Of the host, in one piece, with nothing to be changed before the residual is added
+        if self.kernels is not cpu or len(self._pieces) != 1 or self.scale != 1 or self._velocity is not None:
+            return None
+        gradient = self._pieces[0][1]
+        if gradient.dtype != self.dtype or not gradient.flags.c_contiguous:
+            return None
+        return gradient if gradient.ndim == 1 else gradient.reshape(-1)
 
     def part(self, start: int, stop: int) -> NDArray[np.floating]:
         """Return a part of the sum, computed only now if gradients can be cut.
@@ -316,10 +347,10 @@ class Accumulated:
         if not self.is_computed:
             moments = self._sum(start, stop)
             if stop > start:
-                self._parts.append((stop - start, moments))
+                self._parts = [*self._parts, (stop - start, moments)]
             if sum(numel for numel, _ in self._parts) == self.numel:
                 first, *others = [moments for _, moments in self._parts]
-                self._device_moments, self.is_computed = sum(others, first), True
+                self._device_moments = sum(others, first)
         return self.memory[start:stop]
 
     def list_above(self, workspace: Workspace, parts: Sequence[tuple[slice, float, int]]) -> list[Candidates]:
@@ -327,15 +358,17 @@ class Accumulated:
 
         They are listed in the sweep that computes the sum; if it was computed before, or on a GPU, none are.
         """
-        total, lists = self.memory[: self.numel], hasattr(self.kernels, "accumulate_candidates")
+        lists = self.kernels is cpu or hasattr(self.kernels, "accumulate_candidates")
         candidates, listing = [], []
         for place, (part, bound, room) in enumerate(parts):
-            bound = bound if lists else 0.0
-            entry = Candidates(total, part, bound, room, workspace, f"candidates.{place}", self.kernels, self.threads)
+            entry = Candidates(
+                self.whole, part, bound if lists else 0.0, room, workspace, f"candidates.{place}", self.kernels,
+                self.threads,
+            )  # fmt: skip
             candidates.append(entry)
-            if entry.bound and not self.is_computed:
+            if entry.bound and self._device_moments is None:
                 listing.append(entry)
-        if not self.is_computed:
+        if self._device_moments is None:
             self._compute(listing)
         if listing:
             for entry, found in zip(listing, self.to_host(*[entry.found for entry in listing]), strict=True):
@@ -350,12 +383,11 @@ class Accumulated:
         factor, and the others.
         """
         assert not self.is_computed, "the sum was computed before"
-        out = self.memory[: self.numel]
+        out = self.whole
         if not self._pieces:
             out.fill(0)
         made = kernel(*(self._table(out) if gathers else (self._gathered(out),)), self.residual, out)
         self._device_moments = cpu.Moments(made.nonzero, made.total, made.energy, made.finite)
-        self.is_computed = True
         return made
 
     def _table(self, out: NDArray[np.floating]) -> tuple[Any, float]:
@@ -384,7 +416,8 @@ class Accumulated:
         Only by a power of two, as that rounds nothing (but subnormal numbers), and the mean has the same bits either
         way; and only if it `may_be_overwritten`, since nothing is left of it. Moments stay those of the sum.
         """
-        divides = self.may_be_overwritten and not self.is_computed and not self._parts and ranks.bit_count() == 1
+        is_computed = self._device_moments is not None or bool(self._parts)
+        divides = self.may_be_overwritten and not is_computed and ranks.bit_count() == 1
         self._factor = 1 / ranks if divides else 1.0
         return divides
 
@@ -407,7 +440,10 @@ class Accumulated:
         By default the trailer is summed by ranks: whether the sum is not finite, whether this rank is stale, the
         energy, and the lost energy.
         """
-        moments, tail = self.device_moments, self.memory[self.numel :]
+        if self._device_moments is None:
+            self._compute()
+        moments, tail = self._device_moments, self.memory[self.numel :]
+        assert moments is not None
         if trailer:
             for place, number in enumerate(trailer):
                 with np.errstate(over="ignore"):  # of an energy in float32
@@ -426,19 +462,31 @@ class Accumulated:
         )
 
     def _compute(self, listing: Sequence[Candidates] = ()) -> None:
-        assert not self.is_computed, "the sum was computed before"
+        assert self._device_moments is None, "the sum was computed before"
         assert not self._parts, "parts of the sum were computed before"
-        self._device_moments, self.is_computed = self._sum(0, self.numel, listing), True
+        alone = self._gradient_alone()
+        if alone is None or len(listing) > 1 or (listing and listing[0].array.size != self.numel):
+            self._device_moments = self._sum(0, self.numel, listing)
+        elif listing:
+            [entry] = listing
+            entry.found, self._device_moments = cpu.accumulate_candidates(
+                alone, self.residual, self.whole, entry.bound, 0, entry.index, entry.bits, 0, self.threads
+            )
+        else:
+            self._device_moments = cpu.accumulate(alone, self.residual, self.whole, self.threads, self._factor)
 
     def _sum(self, start: int, stop: int, listing: Sequence[Candidates] = ()) -> cpu.Moments:
-        out, residual, kernels = self.memory[: self.numel], self.residual, self.kernels
+        out, residual, kernels, pieces = self.whole, self.residual, self.kernels, self._pieces
         moments: cpu.Moments | None = None
-        if not self._pieces:
+        if not pieces:
             out[start:stop] = 0
-        gathers = kernels is not cpu and bool(self._pieces) and getattr(kernels, "GATHERS", False)
+        gathers = kernels is not cpu and bool(pieces) and getattr(kernels, "GATHERS", False)
         changes = not gathers and (self._velocity is not None or self.scale != 1)
-        first_piece = max(0, bisect_right(self._pieces, start, key=itemgetter(0)) - 1)
-        for offset, gradient in [(0, self._gathered(out))] if gathers else islice(self._pieces, first_piece, None):
+        if gathers:
+            pieces = [(0, self._gathered(out))]
+        elif start:
+            pieces = pieces[max(0, bisect_right(pieces, start, key=itemgetter(0)) - 1) :]
+        for offset, gradient in pieces:
             if offset >= stop:
                 break
             low, high = max(start, offset), min(stop, offset + gradient.size)
@@ -448,8 +496,11 @@ class Accumulated:
             if changes:
                 flat = self._scaled(flat, low, high)
             for first, last, entry in _cuts(low, high, listing) if listing else ((low, high, None),):
-                source, target = flat[first - low : last - low], out[first:last]
-                before = None if residual is None else residual[first:last]
+                source, target, before = flat, out, residual
+                if last - first != flat.size:
+                    source = flat[first - low : last - low]
+                if last - first != self.numel:
+                    target, before = out[first:last], None if residual is None else residual[first:last]
                 if entry is None:
                     added = kernels.accumulate(source, before, target, self.threads, self._factor)
                 else:

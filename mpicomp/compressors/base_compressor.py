@@ -197,6 +197,7 @@ def match_layer_setting(layers: Mapping[str, Any] | None, name: str, default: An
     return next((setting for pattern, setting in (layers or {}).items() if fnmatchcase(name, pattern)), default)
 
 
+@functools.lru_cache(4096)  # every selection asks
 def num_kept(ratio: float, numel: int) -> int:
     """Return the number of elements that a ratio keeps: the nearest integer, at least 1 where there are any.
 

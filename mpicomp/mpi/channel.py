@@ -9,7 +9,7 @@ from typing import Any
 from mpi4py import MPI
 
 from mpicomp.mpi.failures import completed, failure_of, fault_tolerant
-from mpicomp.mpi.rounds import Pending, Round
+from mpicomp.mpi.rounds import WHOLE_BYTES, Pending, Round
 from mpicomp.mpi.transport import Backoff
 
 SEGMENT = 1 << 19
@@ -99,7 +99,7 @@ class StartedRound(Pending):
         if self._ahead is not None and not self._ahead.is_posted:
             return
         self._ahead = None
-        comm, tag = self.channel.comm, self.number % _TAGS
+        comm, tag = self.channel.comm, 1 + self.number % (_TAGS - 1)
         send: Any = self.task.send
         recv: Any = self.task.recv
         while self._incoming and self._receives < _RECEIVES:
@@ -150,7 +150,7 @@ class Channel:
         """
         self.begun += 1
         try:
-            calls = self.calls(task)
+            calls = None if task.operation == "sendrecv" else self.calls(task)
             if calls is None:
                 started = StartedRound(task, self, (), *self._messages(task))
             elif task.lends_device_memory:
@@ -203,6 +203,9 @@ class Channel:
                 return [("Gather", (send, recv if self.comm.rank == root else None, root))]
             case "gatherv" if fits:
                 return [("Gatherv", (send, [recv, counts] if self.comm.rank == root else None, root))]
+            case "sendrecv" if task.whole and self._limit > WHOLE_BYTES:
+                to, source = task.peers
+                return [("Sendrecv", (send, to, 0, recv, source, 0))]
             case "alltoallv" if task.received is None:
                 rank, size = self.comm.rank, self.comm.size
                 # The same on every rank, as the branch must be.

@@ -127,7 +127,7 @@ class MPITransport(Transport):
         return received(task)
 
     def perform(self, task: Round) -> NDArray[Any]:
-        if self._sleeps or task.operation == "sendrecv":
+        if self._sleeps or (task.operation == "sendrecv" and (not task.whole or task.lends_device_memory)):
             return self.wait(self.start(task))
         if self._refusal is not None or self._pool.over or self._pool.abandoned:
             self._refuse()

@@ -14,6 +14,7 @@ from mpicomp.errors import MessageError, RankFailedError
 Value = TypeVar("Value")
 
 _BYTE, _LENGTH = np.dtype(np.uint8), np.dtype(np.int64)
+WHOLE_BYTES = 1 << 30
 _MAX_BYTES = 1 << 28  # of an object: some hundred for each of a million parameters
 WORLD, HOST, ACROSS = "world", "host", "across"
 """Names of groups: all ranks; those of one host; one rank a host, with the same place on each."""
@@ -145,6 +146,8 @@ class Round:
         to get ``recv``. Until then ``send`` and ``recv`` are the transport's.
     once : bool
         Whether it runs once: its bytes belong to no step, and are counted separately.
+    whole : bool
+        ``sendrecv``: whether messages of at most `WHOLE_BYTES` go in one piece; the same on both of their ranks.
     """
 
     operation: str
@@ -159,6 +162,7 @@ class Round:
     arrived: Callable[[int, int], None] | None = None
     background: bool = False
     once: bool = False
+    whole: bool = False
     calls_made: tuple[Any, ...] | None = field(default=None, init=False, repr=False, compare=False)
     """MPI's calls, kept by the transport for a round that is yielded again with the same arrays and counts."""
 

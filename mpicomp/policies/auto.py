@@ -3,7 +3,7 @@
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import numpy as np
@@ -37,6 +37,54 @@ _LR_CHANGE_FACTOR = 2.0  # of the learning rate since the last survey, up or dow
 _READY_SMOOTHING = 0.1  # weight of a step in the moving average of when buckets are ready
 _DENSE_BYTES_RATIO = 8  # bytes of dense exchange over those of all elements in four bits
 _WAKEUP_S = 3e-3  # seconds that a thread waits for a core on which another one computes: a slice of Linux' scheduler
+
+
+@dataclass
+class _Levels:
+    """The compressors that may run."""
+
+    wires: list[Compressor]
+    quantisers: list[Compressor]
+    dense: list[Dense] = field(default_factory=lambda: [Dense()])
+    ladder: NDArray[np.float64] = field(default_factory=lambda: np.array([]))  # ratios of one wire
+    ratios: NDArray[np.float64] = field(default_factory=lambda: np.array([]))  # of all levels that have one
+    sends_jointly: list[NDArray[np.bool_]] = field(default_factory=list)
+    """By bucket and row, whether all ranks send the same elements."""
+
+
+@dataclass
+class _Signals:
+    """Statistics of gradients, by bucket."""
+
+    surveys: list[ElementSurvey] = field(default_factory=list)
+    statistics: list[ElementStatistics] = field(default_factory=list)
+    known: bool = True  # whether all statistics are
+    before_jump: dict[int, int] = field(
+        default_factory=dict
+    )  # where the signal has jumped, the last step surveyed before
+    restored: dict[str, Mapping[str, Any]] = field(default_factory=dict)
+
+
+@dataclass
+class _Search:
+    """The last search for plans."""
+
+    allowed: list[NDArray[np.int64]] = field(default_factory=list)  # by bucket, the rows that may run
+    reason: str = "dense: no gradient statistics yet"
+    due: bool = False  # whether another one is
+    ready: NDArray[np.float64] | None = None  # when buckets are, relative to the last one
+    seconds: float = math.nan  # predicted for the plans that were found
+
+
+@dataclass
+class _Schedule:
+    """When gradients are surveyed, in steps since the buckets were laid out."""
+
+    step: int = 0
+    next_survey: float = 0.0
+    interval: float = 0.0  # from one survey to the next
+    surveyed_step: int = -1  # of the second one of two surveys in a row
+    lr: float | None = None  # the learning rate since which surveys are scheduled
 
 
 @register
@@ -78,9 +126,8 @@ class Auto(MeasuredPolicy):
         self.compressor = settings.compressor or default_compressor()
         self._normalises = settings.normalises
         wires, quantisers = suggested_compressors(settings.compressor, self._normalises)
-        self._wires = [compressor for compressor in wires if self._fits(compressor)]
-        self._quantisers = [compressor for compressor in quantisers if self._fits(compressor)]
-        compresses = bool(self._wires or self._quantisers)
+        self._levels = levels = _Levels(*(list(filter(self._fits, kind)) for kind in (wires, quantisers)))
+        compresses = bool(levels.wires or levels.quantisers)
         if not compresses:
             assert self._pinned is not None
             bind(Dense() if settings.compressor is None else self.compressor, self._pinned)  # raises if it does not fit
@@ -97,159 +144,148 @@ class Auto(MeasuredPolicy):
         self.feedback = feedback_of(self.compressor, settings.feedback)
         self._compresses = not is_dense
         self._chooses = False  # whether there are plans that are not dense: not on one rank
-        self._ladder = self._ratios = np.array([])  # of one wire; of all levels that have a ratio
-        self._dense = [Dense()]
         self._selector = PlanSelector("auto", self.feedback, settings.cost)
         self._shapes: list[Shape] = []
-        self._surveys: list[ElementSurvey] = []
-        self._statistics: list[ElementStatistics] = []
-        self._is_known = True  # whether all statistics are known
+        self._signals, self._search = _Signals(), _Search()
         self._last_step = -1
-        self._last_surveys: dict[int, int] = {}  # by bucket whose signal has jumped, the last step surveyed before
-        self._restored: dict[str, Mapping[str, Any]] = {}
-        self._allowed: list[NDArray[np.int64]] = []  # by bucket, the rows that may run
-        self._sends_jointly: list[NDArray[np.bool_]] = []  # by bucket and row, whether all ranks send the same elements
-        self._reason = "dense: no gradient statistics yet"
         self._age = 0  # exchanges
         self._reset_surveys()
-        self._search_is_due = False
-        self._ready: NDArray[np.float64] | None = None  # of buckets, relative to the last one
 
     def _reset_surveys(self) -> None:
-        self._step, self._next_survey = 0, 0.0  # since the buckets were laid out
-        self._interval = 0.0  # steps from one survey to the next
-        self._surveyed_step = -1  # of the second one of two surveys in a row
-        self._survey_lr: float | None = None  # the learning rate since which surveys are scheduled
-        self._searched_s = math.nan  # predicted seconds of the plans of the last search
+        self._schedule, self._search.seconds = _Schedule(), math.nan
 
     def survey(self, bucket: int) -> Survey | None:
         # Until statistics are known, and then in two steps in a row now and then
-        is_due = self._chooses and (self._step >= self._next_survey or not self._is_known)
-        return self._surveys[bucket] if is_due else None
+        is_due = self._chooses and (self._schedule.step >= self._schedule.next_survey or not self._signals.known)
+        return self._signals.surveys[bucket] if is_due else None
 
     def bucket_limit(self, nbytes: int, transport: Transport) -> Rounds[int | None]:
         cost = yield from self._selector.share_cost(transport)
         return None if cost is None else bucket_length(cost.network, transport.group.size, nbytes)
 
     def start(self, shapes: Sequence[Shape], transport: Transport) -> Rounds[None]:
-        self._restored |= self._statistics_by_name()
+        self._signals.restored |= self._statistics_by_name()
         self._shapes = list(shapes)
         self._restore()
         self._reset_surveys()
-        self._ready = None
+        self._search.ready = None
         self.step_times.clear()
         self._ranks = transport.group.size
         self._chooses = self._compresses and self._ranks > 1
         if self._chooses:
-            self._ladder = np.array(ladder(_MIN_RATIO, _MAX_RATIO, _RATIO_STEP))
-            self._ratios = np.tile(self._ladder, len(self._wires))
-            is_narrow = any(getattr(compressor, "wire", None) == "bf16" for compressor in self._wires)
-            self._dense = [Dense(wire="bf16"), Dense()] if is_narrow else [Dense()]
-        levels = self._levels(transport.group)  # the same for all buckets
+            self._levels.ladder = np.array(ladder(_MIN_RATIO, _MAX_RATIO, _RATIO_STEP))
+            self._levels.ratios = np.tile(self._levels.ladder, len(self._levels.wires))
+            is_narrow = any(getattr(compressor, "wire", None) == "bf16" for compressor in self._levels.wires)
+            self._levels.dense = [Dense(wire="bf16"), Dense()] if is_narrow else [Dense()]
+        levels = self._ladder_of(transport.group)  # the same for all buckets
         yield from self._selector.start([levels] * len(shapes), self._shapes, transport, len(levels) - 1)
-        self._sends_jointly = [
+        self._levels.sends_jointly = [
             np.array([scheme.may_drop_selected for scheme in table.schemes]) for table in self._selector.tables
         ]
         self._allow_dense()
 
     def repeats(self) -> bool:
-        is_due = self._search_is_due or (self._chooses and (self._step >= self._next_survey or not self._is_known))
+        is_due = self._search.due or (
+            self._chooses and (self._schedule.step >= self._schedule.next_survey or not self._signals.known)
+        )
         return not is_due and self._selector.repeats()
 
     def refresh(self, transport: Transport) -> Rounds[None] | tuple[()]:
         # Search for better plans after surveys, and at once after a change of the network
         rounds = self._selector.refresh(transport)
-        return self._refresh(rounds) if rounds or self._search_is_due else ()
+        return self._refresh(rounds) if rounds or self._search.due else ()
 
     def _refresh(self, rounds: Rounds[bool] | tuple[()]) -> Rounds[None]:
         changed = yield from rounds
-        if not changed and not self._search_is_due:
+        if not changed and not self._search.due:
             return
-        self._search_is_due = False
-        before = self._allowed
+        self._search.due = False
+        before = self._search.allowed
         self._search_plans()
-        if changed or not all(map(np.array_equal, before, self._allowed)):
-            scheduled = self._next_survey if self._next_survey > self._step else math.inf
+        if changed or not all(map(np.array_equal, before, self._search.allowed)):
+            scheduled = self._schedule.next_survey if self._schedule.next_survey > self._schedule.step else math.inf
             self._schedule_next_search(0)
-            self._next_survey = min(self._next_survey, scheduled)
+            self._schedule.next_survey = min(self._schedule.next_survey, scheduled)
 
     def plan(self, bucket: int) -> Plan:
-        return self._selector.plan(bucket, self._allowed[bucket], self._reason)
+        return self._selector.plan(bucket, self._search.allowed[bucket], self._search.reason)
 
     def _schedule_next_search(self, interval: float) -> None:
         least = max(_MIN_SEARCH_INTERVAL, _SEARCH_INTERVAL_FRACTION * self._age, interval)
-        self._interval = min(least, max(_MIN_SEARCH_INTERVAL, self._age))
-        self._next_survey = self._step + self._interval
+        self._schedule.interval = min(least, max(_MIN_SEARCH_INTERVAL, self._age))
+        self._schedule.next_survey = self._schedule.step + self._schedule.interval
 
     def on_step_end(self, step: int, outcomes: Sequence[BucketOutcome]) -> None:
         self._last_step = step
-        if self._step > self._next_survey and self._is_known:  # the second survey in a row
-            self._surveyed_step = step
-            self._schedule_next_search(_INTERVAL_GROWTH * self._interval)
+        if self._schedule.step > self._schedule.next_survey and self._signals.known:  # the second survey in a row
+            self._schedule.surveyed_step = step
+            self._schedule_next_search(_INTERVAL_GROWTH * self._schedule.interval)
         self._age += 1
-        self._step += 1
+        self._schedule.step += 1
 
     def on_telemetry(self, report: StepReport) -> None:
         # A step that was undone reports, too
         if self._learn(report):
             relative = report.latest[:, 3] - report.latest[-1, 3]
-            before = relative if self._ready is None else self._ready
-            self._ready = before + _READY_SMOOTHING * (relative - before)
-            seconds = [self._selector.seconds(bucket)[rows].min() for bucket, rows in enumerate(self._allowed)]
+            before = relative if self._search.ready is None else self._search.ready
+            self._search.ready = before + _READY_SMOOTHING * (relative - before)
+            seconds = [self._selector.seconds(bucket)[rows].min() for bucket, rows in enumerate(self._search.allowed)]
             predicted_s = sum(map(float, seconds))
-            if math.isnan(self._searched_s):
-                self._searched_s = predicted_s
-            margin_s = MIN_GAIN * (self._searched_s + self.step_times.compute_s)
-            self._search_is_due |= abs(predicted_s - self._searched_s) > margin_s
-        if report.lr and not 1 / _LR_CHANGE_FACTOR < report.lr / (self._survey_lr or report.lr) < _LR_CHANGE_FACTOR:
-            self._interval, self._next_survey, self._survey_lr = 0.0, self._step, None
-        self._survey_lr = self._survey_lr or report.lr
+            if math.isnan(self._search.seconds):
+                self._search.seconds = predicted_s
+            margin_s = MIN_GAIN * (self._search.seconds + self.step_times.compute_s)
+            self._search.due |= abs(predicted_s - self._search.seconds) > margin_s
+        if report.lr and not 1 / _LR_CHANGE_FACTOR < report.lr / (self._schedule.lr or report.lr) < _LR_CHANGE_FACTOR:
+            self._schedule.interval, self._schedule.next_survey, self._schedule.lr = 0.0, self._schedule.step, None
+        self._schedule.lr = self._schedule.lr or report.lr
         if report.surveys:
             for bucket, surveys in report.surveys.items():
                 self._observe_survey(bucket, surveys, report.step)
-            was_known, self._is_known = self._is_known, all(statistics.known for statistics in self._statistics)
-            self._search_is_due |= self._is_known and (not was_known or report.step == self._surveyed_step)
+            signals = self._signals
+            was_known, signals.known = signals.known, all(statistics.known for statistics in signals.statistics)
+            self._search.due |= signals.known and (not was_known or report.step == self._schedule.surveyed_step)
 
     def _observe_survey(self, bucket: int, surveys: NDArray[np.float32], step: int) -> None:
         """Learn from a survey; start over after a jump of the signal, which means would follow in dozens of surveys."""
-        if step <= self._last_surveys.get(bucket, -1):
+        if step <= self._signals.before_jump.get(bucket, -1):
             return
-        jump = self._statistics[bucket].jump(surveys)
+        jump = self._signals.statistics[bucket].jump(surveys)
         if jump:
-            self._last_surveys[bucket] = self._last_step
-            self._surveys[bucket], self._statistics[bucket] = self._new_survey(self._shapes[bucket])
+            self._signals.before_jump[bucket] = self._last_step
+            self._signals.surveys[bucket], self._signals.statistics[bucket] = self._new_survey(self._shapes[bucket])
             if jump < 0:  # it often rises again, and plans that would suit little signal cost more than they save
-                self._statistics[bucket].needed = _SURVEYS_AFTER_FALL
+                self._signals.statistics[bucket].needed = _SURVEYS_AFTER_FALL
         else:
-            self._statistics[bucket].observe(surveys)
+            self._signals.statistics[bucket].observe(surveys)
 
     def state_dict(self) -> dict[str, Any]:
         return {"age": self._age, "elements": self._statistics_by_name()}
 
     def _statistics_by_name(self) -> dict[str, Mapping[str, Any]]:
-        pairs = zip(self._shapes, self._statistics, strict=True)
+        pairs = zip(self._shapes, self._signals.statistics, strict=True)
         return {shape.names[0]: statistics.state_dict() for shape, statistics in pairs}
 
     def load_state_dict(self, state: Mapping[str, Any], cost: CostModel | None) -> None:
         self._age = int(state.get("age", 0))
-        self._search_is_due = True
+        self._search.due = True
         self._allow_dense()
-        self._restored = {str(name): statistics for name, statistics in state.get("elements", {}).items()}
+        self._signals.restored = {str(name): statistics for name, statistics in state.get("elements", {}).items()}
         self._restore()
         self._selector.load_cost(cost)
 
     def _restore(self) -> None:
         pairs = [self._new_survey(shape) for shape in self._shapes]
-        self._surveys, self._statistics = [survey for survey, _ in pairs], [statistics for _, statistics in pairs]
-        self._last_surveys.clear()
-        for shape, statistics in zip(self._shapes, self._statistics, strict=True):
-            if shape.names[0] in self._restored:
-                statistics.load_state_dict(self._restored.pop(shape.names[0]))
-        self._is_known = all(statistics.known for statistics in self._statistics)
+        self._signals.surveys = [survey for survey, _ in pairs]
+        self._signals.statistics = [statistics for _, statistics in pairs]
+        self._signals.before_jump.clear()
+        for shape, statistics in zip(self._shapes, self._signals.statistics, strict=True):
+            if shape.names[0] in self._signals.restored:
+                statistics.load_state_dict(self._signals.restored.pop(shape.names[0]))
+        self._signals.known = all(statistics.known for statistics in self._signals.statistics)
 
     def _new_survey(self, shape: Shape) -> tuple[ElementSurvey, ElementStatistics]:
-        statistics = ElementStatistics(shape.numel, len(self._quantisers), self._normalises)
-        return ElementSurvey(shape.sizes, self._quantisers), statistics
+        statistics = ElementStatistics(shape.numel, len(self._levels.quantisers), self._normalises)
+        return ElementSurvey(shape.sizes, self._levels.quantisers), statistics
 
     def _fits(self, compressor: Compressor) -> bool:
         if self._pinned is not None:
@@ -259,53 +295,54 @@ class Auto(MeasuredPolicy):
                 return False
         return True
 
-    def _levels(self, group: Group) -> Ladder:
+    def _ladder_of(self, group: Group) -> Ladder:
         def names(compressor: Compressor, complete: bool = False) -> list[str]:
             return [self._pinned] if self._pinned else collectives_for(compressor, group, complete)
 
         levels: Ladder = []
-        for wire, ratio in itertools.product(self._wires, self._ladder.tolist()):
+        for wire, ratio in itertools.product(self._levels.wires, self._levels.ladder.tolist()):
             # Further wires are for fast networks, where kernel seconds matter.
             selection = at_ratio(wire, ratio)
-            levels.append((selection, names(selection, wire is not self._wires[0])))
+            levels.append((selection, names(selection, wire is not self._levels.wires[0])))
         if self._chooses:
-            levels += [(quantiser, names(quantiser)) for quantiser in self._quantisers]
-        for dense in self._dense:
+            levels += [(quantiser, names(quantiser)) for quantiser in self._levels.quantisers]
+        for dense in self._levels.dense:
             levels.append((dense, names(dense) if self._fits(dense) else collectives_for(dense, group)))
         return levels
 
     def _dense_rows(self, bucket: int) -> NDArray[np.int64]:
         levels = self._selector.tables[bucket].levels
-        return np.flatnonzero(levels > levels[-1] - len(self._dense))
+        return np.flatnonzero(levels > levels[-1] - len(self._levels.dense))
 
     def _allow_dense(self) -> None:
-        self._allowed = [self._dense_rows(bucket) for bucket in range(len(self._shapes))]
+        self._search.allowed = [self._dense_rows(bucket) for bucket in range(len(self._shapes))]
 
     def _search_plans(self) -> None:
-        self._searched_s = math.nan
-        if not self._chooses or not self._is_known or all(statistics.is_zero for statistics in self._statistics):
-            if self._is_known:  # else plans stay until the signal is known again after a jump
+        self._search.seconds = math.nan
+        signals = self._signals
+        if not self._chooses or not signals.known or all(statistics.is_zero for statistics in signals.statistics):
+            if signals.known:  # else plans stay until the signal is known again after a jump
                 self._allow_dense()
             return
         buckets = range(len(self._shapes))
-        total = sum(statistics.importance for statistics in self._statistics)
+        total = sum(statistics.importance for statistics in signals.statistics)
         tradeoff = PlanTradeoff(
             penalties=[self._penalties(bucket, self._age) for bucket in buckets],
             seconds=[self._selector.seconds(bucket) for bucket in buckets],
-            weights=[statistics.importance / total for statistics in self._statistics],
-            ready=[0.0] * len(buckets) if self._ready is None else self._ready.tolist(),
+            weights=[statistics.importance / total for statistics in signals.statistics],
+            ready=[0.0] * len(buckets) if self._search.ready is None else self._search.ready.tolist(),
             compute_s=self.step_times.compute_s,
             limit=1 - self.fidelity,
         )
-        selecting = [table.levels < self._ratios.size for table in self._selector.tables]
+        selecting = [table.levels < self._levels.ratios.size for table in self._selector.tables]
         rows = self._best_rows(tradeoff, selecting)
-        self._allowed = [
+        self._search.allowed = [
             np.flatnonzero((penalties <= penalties[row] * (1 + 1e-9)) & (selects <= selects[row]))
             for penalties, selects, row in zip(tradeoff.penalties, selecting, rows, strict=True)
         ]
-        pairs = zip(self._statistics, tradeoff.weights, strict=True)
+        pairs = zip(signals.statistics, tradeoff.weights, strict=True)
         signal = sum(statistics.signal * weight for statistics, weight in pairs)
-        self._reason = (
+        self._search.reason = (
             f"convergence penalty {tradeoff.penalty(rows):.2g} of at most {tradeoff.limit:.2g}, "
             f"signal is {signal:.2g} of the energy"
         )
@@ -323,16 +360,16 @@ class Auto(MeasuredPolicy):
         return last if is_near and is_safe and tradeoff.allows(last) and tradeoff.pays(last, dense) else best
 
     def _penalties(self, bucket: int, age: float) -> NDArray[np.float64]:
-        table, statistics, ranks = self._selector.tables[bucket], self._statistics[bucket], self._ranks
+        table, statistics, ranks = self._selector.tables[bucket], self._signals.statistics[bucket], self._ranks
         of_levels = np.zeros((2, table.kept.size))  # of ranks that select separately, and jointly
-        count = self._ratios.size
+        count = self._levels.ratios.size
         if count:
-            both = statistics.selection_penalties(self._ladder, ranks, age, self.compressor.by_magnitude)
-            of_levels[:, :count] = np.tile(both, len(self._wires))
-        for index in range(len(self._quantisers)):
+            both = statistics.selection_penalties(self._levels.ladder, ranks, age, self.compressor.by_magnitude)
+            of_levels[:, :count] = np.tile(both, len(self._levels.wires))
+        for index in range(len(self._levels.quantisers)):
             of_levels[:, count + index] = statistics.quantiser_penalty(index, ranks, age)
         separate, joint = of_levels[:, table.levels]
-        penalties: NDArray[np.float64] = np.where(self._sends_jointly[bucket], joint, separate)
+        penalties: NDArray[np.float64] = np.where(self._levels.sends_jointly[bucket], joint, separate)
         return penalties
 
 

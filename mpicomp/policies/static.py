@@ -37,7 +37,9 @@ class Static(Named):
     def start(self, shapes: Sequence[Shape], transport: Transport) -> Rounds[None]:
         yield from super().start(shapes, transport)
         self._rows = [np.arange(len(table.schemes)) for table in self._selector.tables]
-        if self._warning is not None and transport.probes:
+        if not transport.probes or transport.group.size == 1:
+            self._warning = None  # nothing is late
+        if self._warning is not None:
             self._warning.start(shapes, transport.group.rank, transport.group.size)
 
     def repeats(self) -> bool:

@@ -1,6 +1,7 @@
 """Buckets: several arrays that are exchanged as one, with their residual."""
 
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,9 +24,49 @@ from mpicomp.workspace import Scratch, Workspace
 _INDEX_LIMIT = 2**32  # indices travel in 32 bits
 
 
+class Arrays:
+    """Arrays of one work dtype, one after the other in a flat array."""
+
+    def __init__(self, members: Sequence[ArraySpec]) -> None:
+        self.names = tuple(member.name for member in members)
+        self.sizes = sizes = tuple(member.numel for member in members)
+        self.numel = sum(sizes)
+        self.dtype = members[0].work_dtype
+        self.offsets = list(itertools.accumulate(sizes[:-1], initial=0))
+        spans = zip(self.names, self.offsets, sizes, strict=True)
+        self._spans = {name: slice(offset, offset + size) for name, offset, size in spans}
+
+
 @dataclass
-class Bucket:
-    """Arrays of one work dtype, one after the other in a flat array.
+class Memory:
+    """The flat arrays of a bucket, which live from step to step."""
+
+    sum: Accumulated
+    """Receives the next sum."""
+    residual: Accumulated | None
+    """Its memory holds the residual; None without feedback."""
+    decayed: NDArray[np.floating]
+    velocity: NDArray[np.floating]
+    next_velocity: NDArray[np.floating]
+    residual_is_zero: bool = True
+    """Known to be, so that it need not be added, and its memory not be touched."""
+
+
+@dataclass
+class LastExchange:
+    """What a bucket has kept of its last exchange for the next one."""
+
+    scheme: Scheme[Any] | None = None
+    may_overwrite: bool = False
+    """Whether it might overwrite the sum."""
+    context: Context | None = None
+    means: list[tuple[Any, Any, dict[str, Any]]] = field(default_factory=list)
+    """The last means, the specs of their steps, and the arrays that were returned."""
+
+
+@dataclass
+class Bucket(Arrays):
+    """Arrays that are exchanged as one.
 
     Two flat arrays trade places under error feedback: one holds the residual, the other receives the accumulated
     gradient, which becomes the next residual, while a mean is written to the former residual's memory. An undone step
@@ -49,34 +90,27 @@ class Bucket:
     scratch: Scratch | None = None
 
     def __post_init__(self) -> None:
-        self.scratch = self.scratch or Scratch(self.device)
-        self.workspace = Workspace(self.device, self.scratch)
-        self.scheme: Scheme[Any] | None = None  # of the last exchange
-        self.may_overwrite = False  # whether that might overwrite the sum
-        self._tables: dict[str, Any] = {}  # see `Accumulated`
-        self.context: Context | None = None  # of its exchanges
-        self.order = StreamOrder()
-        self.returned: list[tuple[Any, Any, dict[str, Any]]] = []
-        """The last means, the specs of their steps, and the arrays that were returned."""
-        self.names = tuple(member.name for member in self.members)
-        self.sizes = sizes = tuple(member.numel for member in self.members)
-        self.numel = sum(sizes)
-        self.dtype = self.members[0].work_dtype
-        self.offsets = [int(offset) for offset in np.concatenate(([0], np.cumsum(sizes)))[:-1]]
-        spans = zip(self.names, self.offsets, sizes, strict=True)
-        self._spans = {name: slice(offset, offset + size) for name, offset, size in spans}
+        super().__init__(self.members)
         if self.numel >= _INDEX_LIMIT:
             raise ConfigurationError(
                 f"reduce: '{self.members[0].name}' must have fewer than 2**32 elements, got {self.numel}; split it"
             )
-        self._accumulated = self.device.zeros(self.numel + TRAILER, self.dtype)
+        self.scratch = self.scratch or Scratch(self.device)
+        self.workspace = Workspace(self.device, self.scratch)
+        self.last = LastExchange()
+        self.order = StreamOrder()
         self._sum: Accumulated | None = None  # of the step under way, with the content of its memory
-        self._residual = self.device.zeros(self.numel + TRAILER if self.feedback else 0, self.dtype)
-        self._residual_is_zero = True  # known to be, so that it need not be added, and its memory not be touched
-        self._parts = {id(flat): flat[: self.numel] for flat in (self._accumulated, self._residual)}
-        self._decayed = self.device.zeros(self._residual.size if self.decay != 1 else 0, self.dtype)
-        self._velocity = self.device.zeros(self.numel if self.entry.momentum else 0, self.dtype)
-        self._next_velocity = self.device.zeros(self._velocity.size, self.dtype)
+        length, moving = self.numel + TRAILER, self.numel if self.entry.momentum else 0
+        self._flat = Memory(
+            self._receiver(self.device.zeros(length, self.dtype)),
+            self._receiver(self.device.zeros(length, self.dtype)) if self.feedback else None,
+            self.device.zeros(length if self.feedback and self.decay != 1 else 0, self.dtype),
+            self.device.zeros(moving, self.dtype),
+            self.device.zeros(moving, self.dtype),
+        )
+
+    def _receiver(self, memory: NDArray[np.floating]) -> Accumulated:
+        return Accumulated(memory, None, (), threads=self.threads)
 
     @functools.cached_property
     def shape(self) -> Shape:
@@ -85,36 +119,38 @@ class Bucket:
 
     def accumulate(self, gradients: Sequence[NDArray[Any]] | None, scale: float = 1.0) -> Accumulated:
         """Return gradient plus residual; None for the gradients makes it stale, and ``scale`` multiplies them first."""
+        flat = self._flat
+        self._sum = accumulated = flat.sum
         if self.device is not HOST:
             self.device.wait_for(self.order)
         if gradients is None:
-            zeros = self._accumulated
             if self.holds_gradients:
-                zeros = self.device.empty(zeros.size, self.dtype)
-            self._sum = Accumulated(zeros, None, [], stale=True)
-            return self._sum
-        residual = self._residual[: self.numel] if self.feedback and not self._residual_is_zero else None
-        if residual is not None and self.decay != 1:
-            with self.device.active():
-                residual = np.multiply(residual, self.dtype.type(self.decay), out=self._decayed[: self.numel])
+                self._sum = accumulated = self._receiver(self.device.empty(accumulated.memory.size, self.dtype))
+            accumulated.begin(None, (), stale=True)
+            return accumulated
+        residual = None
+        if flat.residual is not None and not flat.residual_is_zero:
+            residual = flat.residual.whole
+            if self.decay != 1:
+                with self.device.active():
+                    residual = np.multiply(residual, self.dtype.type(self.decay), out=flat.decayed[: self.numel])
         velocity = None
         if self.entry.momentum:
-            velocity = Velocity(self._velocity, self._next_velocity, self.entry.momentum, self.entry.nesterov)
-        memory, tables = self._accumulated, self._tables
+            velocity = Velocity(flat.velocity, flat.next_velocity, self.entry.momentum, self.entry.nesterov)
         if self.device is HOST:
             pieces = list(zip(self.offsets, gradients, strict=True))
             for place, (offset, array) in enumerate(pieces):
-                if np.may_share_memory(array, memory) and not self._is_in_place(array, offset):  # a mean
+                if np.may_share_memory(array, accumulated.memory) and not self._is_in_place(array, offset):  # a mean
                     pieces[place] = offset, array.copy()
         else:
             pieces = self._pieces_on_device(gradients)
-        self._sum = accumulated = Accumulated(memory, residual, pieces, False, self.threads, scale, velocity, tables)
+        accumulated.begin(residual, pieces, False, scale, velocity)
         return accumulated
 
     def _pieces_on_device(self, gradients: Sequence[Any]) -> list[tuple[int, Any]]:
-        memory = self._accumulated
+        memory = self._flat.sum.memory
         if self.holds(gradients):
-            return [(0, self._parts[id(memory)])]
+            return [(0, self._flat.sum.whole)]
         pieces = [(offset, self.device.to_device(array)) for offset, array in zip(self.offsets, gradients, strict=True)]
         if not self.holds_gradients:
             return pieces
@@ -131,25 +167,24 @@ class Bucket:
 
     def _is_in_place(self, array: Any, offset: int) -> bool:
         if self.device is HOST:
-            start, address = (found.__array_interface__["data"][0] for found in (self._accumulated, array))
+            start, address = (found.__array_interface__["data"][0] for found in (self._flat.sum.memory, array))
             fits = array.dtype == self.dtype and array.flags.c_contiguous
         else:
             found = device_array(array)
             if found is None:
                 return False
-            start, address = self._accumulated.data.ptr, found.address
+            start, address = self._flat.sum.memory.data.ptr, found.address
             fits = found.dtype == self.dtype and found.is_contiguous
         return self.holds_gradients and fits and address == start + offset * self.dtype.itemsize
 
     def gradient(self, name: str) -> NDArray[np.floating]:
         """Return the memory in which a member's gradient may lie, flat, writable."""
-        memory: NDArray[np.floating] = self._accumulated[self._spans[name]]
-        return memory
+        return self._flat.sum.memory[self._spans[name]]
 
     def undo(self) -> None:
         """Subtract the residual from the sum, so that gradients that lie there can be exchanged again."""
         accumulated, self._sum = self._sum, None
-        is_here = accumulated is not None and self.holds_gradients and accumulated.memory is self._accumulated
+        is_here = self.holds_gradients and accumulated is self._flat.sum
         if accumulated is not None and is_here and accumulated.is_computed and accumulated.holds == "sum":
             with self.device.active():
                 gradient = accumulated.array()
@@ -157,6 +192,8 @@ class Bucket:
                     gradient -= accumulated.residual
                 gradient /= self.dtype.type(accumulated.scale)
             self.device.wait()  # the streams that read gradients have no event to wait for
+        if accumulated is not None:
+            accumulated.release()
 
     @property
     def has_lost_gradients(self) -> bool:
@@ -168,7 +205,7 @@ class Bucket:
         assert self._sum is not None
         scale = self.dtype.type(self._sum.scale)
         with self.device.active():
-            np.divide(self.commit(result, not result.nonfinite), scale, out=self._parts[id(self._accumulated)])
+            np.divide(self.commit(result, not result.nonfinite), scale, out=self._flat.sum.whole)
 
     def energy(self, gradients: Sequence[NDArray[Any]]) -> float:
         """Return the squared L2 norm of gradients; overwrites the sum of `accumulate`."""
@@ -176,7 +213,8 @@ class Bucket:
             self.device.wait_for(self.order)
         pieces = [(offset, self.device.to_device(array)) for offset, array in zip(self.offsets, gradients, strict=True)]
         with self.device.active():
-            return Accumulated(self._accumulated, None, pieces, threads=self.threads).energy
+            self._flat.sum.begin(None, pieces)
+            return self._flat.sum.energy
 
     def commit(self, result: Result, finite: bool) -> Any:
         """Make the finite elements of ``accumulated - sent`` the residual, and return the mean's array."""
@@ -184,8 +222,12 @@ class Bucket:
         self.keep(result.sent, finite, later)
         if not callable(result.mean):
             return result.mean
-        out = self._parts[id(self._accumulated)]
-        result.mean(out, *((result.sent, self._parts[id(self._residual)]) if later else ()))
+        out = self._flat.sum.whole
+        if later:
+            assert self._flat.residual is not None
+            result.mean(out, result.sent, self._flat.residual.whole)
+        else:
+            result.mean(out)
         return out
 
     def keep(self, sent: NDArray[np.floating] | Selection, finite: bool, later: bool = False) -> None:
@@ -195,47 +237,52 @@ class Bucket:
         """
         accumulated, self._sum = self._sum, None
         assert accumulated is not None, "nothing was accumulated"
-        holds = accumulated.holds
+        accumulated.release()
+        flat = self._flat
+        left = flat.sum.whole
         if self.feedback and self.entry.momentum:
             self._keep_velocity(sent, finite)
-        left = self._parts[id(self._accumulated)]
-        if self.feedback and (holds == "mean" or (holds == "sum" and _is_all_of(left, sent))):
-            if not self._residual_is_zero:
-                self._residual[: self.numel] = 0
-            self._residual_is_zero = True
+        if flat.residual is None:
+            return
+        selected = isinstance(sent, Selection)
+        if accumulated.holds == "mean" or (accumulated.holds == "sum" and not selected and _is_all_of(left, sent)):
+            if not flat.residual_is_zero:
+                flat.residual.whole[:] = 0
+            flat.residual_is_zero = True
             if accumulated.unsent is not None:
                 start, values = accumulated.unsent
                 if not finite:
                     values[~np.isfinite(values)] = 0
-                self._residual[start : start + values.size] = values
-                self._residual_is_zero = False
-        elif self.feedback:
-            if isinstance(sent, Selection):
-                if not later:
-                    kernels.of(left).subtract_at(sent.indices, sent.values, left)
-            elif holds == "sum":
-                with np.errstate(invalid="ignore", over="ignore"):
-                    np.subtract(left, sent, out=left)
-            if not finite:
-                left[~np.isfinite(left)] = 0
-            if self.holds_gradients:
-                self._residual[: self.numel] = left
-            else:
-                self._accumulated, self._residual = self._residual, self._accumulated
-            self._residual_is_zero = False
+                flat.residual.memory[start : start + values.size] = values
+                flat.residual_is_zero = False
+            return
+        if isinstance(sent, Selection):
+            if not later:
+                accumulated.kernels.subtract_at(sent.indices, sent.values, left)
+        elif accumulated.holds == "sum":
+            with np.errstate(invalid="ignore", over="ignore"):
+                np.subtract(left, sent, out=left)
+        if not finite:
+            left[~np.isfinite(left)] = 0
+        if self.holds_gradients:
+            flat.residual.whole[:] = left
+        else:
+            flat.sum, flat.residual = flat.residual, flat.sum
+        flat.residual_is_zero = False
 
     def skip(self, result: Result) -> Any:
         """Return zeros in place of the mean of a step that is undone."""
-        out = self._parts[id(self._accumulated)] if callable(result.mean) else result.mean
+        out = self._flat.sum.whole if callable(result.mean) else result.mean
         out[:] = 0
         return out
 
     def _keep_velocity(self, sent: NDArray[np.floating] | Selection, finite: bool) -> None:
+        flat = self._flat
         if self.entry.masking and isinstance(sent, Selection):
-            kernels.clear_at(sent.indices, self._next_velocity)
+            kernels.clear_at(sent.indices, flat.next_velocity)
         if not finite:
-            self._next_velocity[~np.isfinite(self._next_velocity)] = 0
-        self._velocity, self._next_velocity = self._next_velocity, self._velocity
+            flat.next_velocity[~np.isfinite(flat.next_velocity)] = 0
+        flat.velocity, flat.next_velocity = flat.next_velocity, flat.velocity
 
     def release(self) -> None:
         """Release the arrays of the last exchange, before the next one allocates others."""
@@ -267,18 +314,19 @@ class Bucket:
 
     def residual(self, name: str) -> NDArray[np.floating]:
         """Return the flat part of the residual of a member, writable."""
-        self._residual_is_zero = False
-        residual: NDArray[np.floating] = self._residual[self._spans[name]]
-        return residual
+        assert self._flat.residual is not None
+        self._flat.residual_is_zero = False
+        return self._flat.residual.memory[self._spans[name]]
 
     def residuals(self) -> Iterator[tuple[ArraySpec, NDArray[np.floating]]]:
         """Return every member with its flat part of the residual, writable."""
-        self._residual_is_zero = False
-        return self.parts(self._residual)
+        assert self._flat.residual is not None
+        self._flat.residual_is_zero = False
+        return self.parts(self._flat.residual.memory)
 
     def velocities(self) -> Iterator[tuple[ArraySpec, NDArray[np.floating]]]:
         """Return every member with its part of the velocity, writable; none without momentum."""
-        return self.parts(self._velocity) if self.entry.momentum else iter(())
+        return self.parts(self._flat.velocity) if self.entry.momentum else iter(())
 
     def parts(self, flat: NDArray[np.floating]) -> Iterator[tuple[ArraySpec, NDArray[np.floating]]]:
         """Cut a flat array of the bucket into its members'."""

@@ -2,6 +2,7 @@
 
 import copy
 import math
+import operator
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -97,7 +98,7 @@ class Layout:
 
     def look(self, gradients: Mapping[str, Any], absent: Collection[str], problem: MpicompError | None) -> Inputs:
         """Return the arrays of a step, with buckets where they are others than before; a ``problem`` is passed on."""
-        inputs = Inputs(gradients, absent, problem=problem)
+        inputs = Inputs(gradients, absent, None, None, problem)
         try:
             inputs.members = members = self.describer.describe(gradients)
             if members is not self.members and not (self.knows(members) and self._has_devices_of(gradients)):
@@ -235,10 +236,11 @@ class Layout:
                     if member.name not in unused or mean[start : start + member.numel].any()
                 ]
             return self._unflatten(mean, parts, gradients, bucket)
-        described, returned = self.describer.described, bucket.returned
-        for known in returned:
-            if known[1] is described and (known[0] is mean or _is_same(known[0], mean)):
-                return known[2].copy()
+        described, returned = self.describer.described, bucket.last.means
+        for same in (operator.is_, _is_same):
+            for known in returned:
+                if known[1] is described and same(known[0], mean):
+                    return known[2].copy()
         means = self._unflatten(mean, list(zip(bucket.members, bucket.offsets, strict=True)), gradients, bucket)
         if self.describer.on_host and not self.delivered:
             if len(returned) > 1:  # the bucket's two arrays

@@ -70,7 +70,8 @@ class BucketRecord:
     rounds : list of str
         MPI operations, in order.
     energy : float or None
-        Squared norm of gradient plus residual, over all ranks; None after an overflow.
+        Squared norm of gradient plus residual, over all ranks; None after an overflow, and where no sweep has read
+        them, as in the sum of a large array on one host.
     """
 
     bucket: int

@@ -1,7 +1,6 @@
 """The reducer: gradients in, their mean over ranks out, and nothing lost in between."""
 
 import itertools
-import operator
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
@@ -55,7 +54,6 @@ _NONFINITE = ("raise", "skip", "pass")
 _ON_FAILURE = ("abort", "shrink")
 _SCHEMA = 1
 _numbers = itertools.count()
-_waited_s = operator.attrgetter("waited_s")
 
 
 @dataclass
@@ -222,6 +220,7 @@ class Reducer:
         """The policy, which chooses plans after the warm-up."""
         self.planner = planner
         """The policy that chooses plans now: `policy`, or the warm-up before it."""
+        self.learns_at_end = type(planner).on_step_end is not Policy.on_step_end
         self.settings: dict[str, Any] = {
             "compressor": policy.compressor.get_config(),
             "collective": given["collective"],
@@ -331,10 +330,11 @@ class Reducer:
                         checks.restart()
                     step = self.begin_step(scale, checks)
                     try:
-                        self.pass_gradients(step, gradients, absent, lr)
+                        given = self.pass_gradients(step, gradients, absent, lr)
                         if self.layout.buckets:
-                            yield from self.choose(step, step.log)
-                            given = None if step.must_agree else step.inputs.gradients
+                            choosing = self.choose(step, step.log)
+                            if choosing:
+                                yield from choosing
                             for bucket in self.layout.buckets:
                                 yield from step.exchange(bucket, given, begin, step.log)
                         return (yield from self.commit(step))
@@ -358,8 +358,10 @@ class Reducer:
         seed = self.settings["seed"]
         return Step(self.count, self.layout, self.transport, seed, scale, checks, log, self.last_step)
 
-    def pass_gradients(self, step: Step, gradients: Mapping[str, Any], absent: Collection[str], lr: Any) -> None:
-        """Check the gradients of this rank, which asks all ranks to agree if something is new or wrong."""
+    def pass_gradients(
+        self, step: Step, gradients: Mapping[str, Any], absent: Collection[str], lr: Any
+    ) -> Mapping[str, Any] | None:
+        """Check the gradients of this rank and return them; None if something is new or wrong: all ranks then agree."""
         layout = self.layout
         if lr is not None:
             try:
@@ -367,26 +369,31 @@ class Reducer:
             except MpicompError as error:
                 step.argument_problem = error
         step.inputs = inputs = layout.look(gradients, absent, step.argument_problem)
-        known = inputs.buckets is None and (not absent or step.checks.idle or set(absent) <= set(layout.conditional))
-        step.must_agree = (
+        if (
             inputs.problem is not None
-            or not known
+            or inputs.buckets is not None
+            or (absent and not step.checks.idle and not set(absent) <= set(layout.conditional))
             or step.checks.stale
             or self.loaded is not None
             or self.must_check_ranks
-            or (not self.stop and stop.asked)
-        )
-        if layout.entry.clip is not None and not step.must_agree:
+            or (stop.asked and not self.stop)
+        ):
+            return None
+        if layout.entry.clip is not None:
             step.factor = step.scale * layout.clip_factor(gradients, step.scale, self.transport.group.size)
+        return gradients
 
-    def choose(self, step: Step, log: list[RoundLog]) -> Rounds[None]:
-        """Let the policy choose the plans of a step; its rounds are in ``log``. As rounds."""
-        transport = self.transport
-        begin, waited_s = transport.timer(), 0.0
+    def choose(self, step: Step, log: list[RoundLog]) -> Rounds[None] | tuple[()]:
+        """Let the policy choose the plans of a step; as rounds, which are in ``log``, or an empty tuple without any."""
+        begin = self.transport.timer()
         if self.plans and not step.frozen and self.planner.repeats():
-            step.plans, step.surveys, step.repeats = self.plans, [None] * len(self.plans), True
-            step.record.choosing_s += transport.timer() - begin
-            return
+            step.plans, step.repeats = self.plans, True
+            step.record.choosing_s = self.transport.timer() - begin
+            return ()
+        return self._choose_anew(step, log, begin)
+
+    def _choose_anew(self, step: Step, log: list[RoundLog], begin: float) -> Rounds[None]:
+        transport, waited_s = self.transport, 0.0
         exchange = () if step.frozen else self.planner.refresh(transport)
         if exchange:
             transport.activity.purpose = "step %d", (step.record.step,)
@@ -396,7 +403,7 @@ class Reducer:
             waited_s = sum(entry.seconds for entry in log[first:])
             del log[first:]
         step.choose(self.planner, self.plans)
-        step.record.choosing_s += transport.timer() - begin - waited_s
+        step.record.choosing_s = transport.timer() - begin - waited_s
 
     def commit(self, step: Step) -> Rounds[dict[str, Any]]:
         """Keep the step or undo it, the same on all ranks, and return the means; none if it was ended. As rounds."""
@@ -430,10 +437,11 @@ class Reducer:
                     raise nonfinite_error(record.step, step.nonfinite, step.has_overflowed)
                 record.skipped = True
             means = step.commit(finite, record.skipped, unused)
-        if step.repeats and finite and not record.skipped:
+        if step.repeats and finite and not record.skipped and self.learns_at_end:
             self.planner.on_step_end(record.step, ())
         telemetry = self.telemetry
-        is_due = telemetry.work_under_way is not None or record.step % PACE_STEPS == PACE_STEPS - 1
+        under_way = telemetry.work_under_way
+        is_due = record.step % PACE_STEPS == PACE_STEPS - 1 or (under_way is not None and record.step >= under_way[0])
         if not step.frozen and (is_due or not step.repeats or telemetry.under_way):
             try:
                 yield from self._report(step, finite)
@@ -486,21 +494,23 @@ class Reducer:
 
     def end_step(self, step: Step, begin: float, waited_s: float | None = None) -> None:
         """Record the seconds of a step, of which ``waited_s``, or those of its rounds, were spent waiting."""
-        record, end = step.record, self.transport.timer()
+        record, telemetry, end = step.record, self.telemetry, self.transport.timer()
         is_applied = self.last_step is record
         if is_applied:
             record.seconds = end - begin
             for entry in step.log:
                 entry.task = entry.task.shape()
             record.overhead, self.transport.log = step.log, []
-            for listener in tuple(trace.listeners):
+            for listener in tuple(trace.listeners) if trace.listeners else ():
                 listener.on_step(record, step.done, self.number, self.transport)
-            if waited_s is None:
-                waited_s = sum(map(_waited_s, step.done))
-        telemetry = self.telemetry
         if telemetry.shares_work:
             if telemetry.ended is not None and is_applied and not record.agreed:  # others are not like the rest
-                telemetry.work_s.append(end - telemetry.ended - (waited_s or 0.0))
+                if waited_s is None:
+                    waited_s = 0.0
+                    for done in step.done:
+                        for entry in done.log:
+                            waited_s += entry.end - entry.begin
+                telemetry.work_s.append(end - telemetry.ended - waited_s)
             telemetry.ended = end
 
     def _agree(self, step: Step) -> Rounds[bool]:

@@ -50,10 +50,10 @@ class Step:
         Of the last step, whose arrays are released before other plans run.
     """
 
+    inputs = Inputs({}, ())
     plans: Sequence[Plan] = ()
     surveys: Sequence[Survey | None] = ()
-    must_agree = False
-    """Whether this rank asks all ranks to compare arrays and settings."""
+    """By bucket; none where no bucket is surveyed."""
     stale = False
     """Whether some rank has asked, the same on all ranks."""
     nonfinite: Sequence[BucketExchange] = ()
@@ -82,7 +82,6 @@ class Step:
         self.checks, self.frozen = checks, checks.frozen
         self.factor = scale  # that also clips the gradients of this rank
         self.record = StepRecord(number)
-        self.inputs = Inputs({}, ())
         self.done: list[BucketExchange] = []
         self._layout, self._transport, self._seed, self._previous = layout, transport, seed, previous
         self._memories: list[tuple[Bucket, dict[str, Any]]] = []
@@ -93,7 +92,7 @@ class Step:
         """Let the policy choose each bucket's plan and survey; a frozen step keeps the previous plans."""
         numbers = range(len(self._layout.buckets))
         self.plans = previous if self.frozen and previous else list(map(policy.plan, numbers))
-        self.surveys = [None] * len(numbers) if self.frozen else list(map(policy.survey, numbers))
+        self.surveys = () if self.frozen else list(map(policy.survey, numbers))
 
     def exchange(
         self, bucket: Bucket, given: Mapping[str, Any] | None, ready: float, log: list[RoundLog]
@@ -103,7 +102,8 @@ class Step:
         ``given`` has its gradients; None asks all ranks to agree. The transport adds the rounds to ``log``, from which
         the bucket takes them.
         """
-        plan, survey = self.plans[bucket.index], self.surveys[bucket.index]
+        plan = self.plans[bucket.index]
+        survey = self.surveys[bucket.index] if self.surveys else None
         transport, scheme = self._transport, plan.scheme
         group, holds_gradients = transport.group, bucket.holds_gradients
         self._memories.append((bucket, _copied(bucket.memory) if bucket.memory else {}))
@@ -123,13 +123,14 @@ class Step:
         accumulated.may_be_overwritten = may_overwrite
         if survey is not None and gradients is not None:  # before the exchange, which may overwrite the sum
             self._measure(bucket, accumulated, survey, done)
-        if scheme is not bucket.scheme or may_overwrite is not bucket.may_overwrite:
+        last = bucket.last
+        if scheme is not last.scheme or may_overwrite is not last.may_overwrite:
             self._release_buffers()
             bucket.release()
-            bucket.scheme, bucket.may_overwrite = scheme, may_overwrite
-        context = bucket.context
+            last.scheme, last.may_overwrite = scheme, may_overwrite
+        context = last.context
         if context is None or context.group is not group:
-            bucket.context = context = Context(group, self.record.step, bucket.index, self._seed, {}, bucket.workspace)
+            last.context = context = Context(group, self.record.step, bucket.index, self._seed, {}, bucket.workspace)
         context.step, context.memory = self.record.step, bucket.memory
         exchange = scheme.exchange(accumulated, context)
         if bucket.device is not HOST:
@@ -177,7 +178,7 @@ class Step:
         Without ``skip`` elements that are not ``finite`` stay out of residuals.
         """
         layout, timer, gradients = self._layout, self._transport.timer, self.inputs.gradients
-        means: dict[str, Any] = {}
+        parts: list[dict[str, Any]] = []
         for bucket, done in zip(layout.buckets, self.done, strict=True):
             begin = timer()
             if bucket.device is HOST:
@@ -185,12 +186,13 @@ class Step:
             else:
                 with bucket.device.active():
                     mean = bucket.skip(done.result) if skip else bucket.commit(done.result, finite)
-            means |= layout.unflatten(bucket, mean, gradients, unused)
+            parts.append(layout.unflatten(bucket, mean, gradients, unused))
             done.commit_s = timer() - begin
         if layout.empty:
-            means |= layout.unflatten_empty(gradients, unused)
-        elif len(self.done) == 1 and self.inputs.members is layout.members:
-            return means  # in the order of the gradients
+            parts.append(layout.unflatten_empty(gradients, unused))
+        elif len(parts) == 1 and self.inputs.members is layout.members:
+            return parts[0]  # in the order of the gradients
+        means = {name: mean for part in parts for name, mean in part.items()}
         return {name: means[name] for name in gradients if name in means}
 
     def undo(self) -> None:
@@ -214,7 +216,7 @@ class Step:
         self._memories = [(bucket, memory) for bucket, memory in self._memories if id(bucket) not in replaced]
         self.undo()
         self.done.clear()
-        self.nonfinite, self.stale, self.must_agree, self.repeats = (), False, False, False
+        self.nonfinite, self.stale, self.repeats = (), False, False
 
 
 def compile_ahead(bucket: Bucket, scheme: Scheme[Any]) -> None:

@@ -20,7 +20,8 @@ class Stream:
         self._reducer, self._thread = reducer, thread
         self._step = reducer.begin_step(scale, checks)
         log: list[RoundLog] = []
-        self._jobs: list[Job[None]] = [thread.submit(reducer.choose(self._step, log), log)]
+        choosing = reducer.choose(self._step, log)
+        self._jobs: list[Job[None]] = [thread.submit(choosing, log)] if choosing else []
         self._left = list(reducer.layout.buckets)
         self._missing = {member.name for member in self._left[0].members}
         self._arrays: dict[str, Any] = {}
@@ -47,9 +48,9 @@ class Stream:
         timer = reducer.transport.timer
         begin, waited_s = timer(), 0.0
         try:
-            reducer.pass_gradients(step, gradients, absent, lr)
+            given = reducer.pass_gradients(step, gradients, absent, lr)
             while self._left:
-                self._exchange(self._left.pop(0), None if step.must_agree else gradients)
+                self._exchange(self._left.pop(0), given)
             submitted = timer()
             self._thread.wait(self._jobs)
             waited_s = timer() - submitted

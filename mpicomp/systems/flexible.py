@@ -13,7 +13,7 @@ is a training loop: ``studies/papers/flexible_search.py``.
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from typing import Any, ClassVar
 
@@ -68,6 +68,14 @@ class _Surveys:
     age: int = 0
 
 
+@dataclass
+class _Now:
+    """The reason for the current option, and steps of the ramp so far."""
+
+    reason: str
+    ramped: int = 0
+
+
 Objectives = NDArray[np.float64]  # a row each, shape (rows, objectives); less is better in every column
 
 
@@ -77,6 +85,26 @@ class Option:
 
     ratio: float
     kind: str
+
+
+@dataclass
+class _Table:
+    """Ratios, the collective if the user named one, buckets, and for each of them the rows of every option."""
+
+    ratios: list[float]
+    pinned: str | None
+    shapes: list[Shape] = field(default_factory=list)
+    rows: list[dict[Option, NDArray[np.int64]]] = field(default_factory=list)
+
+
+@dataclass
+class _Gains:
+    """Gains by spectra and as they were measured."""
+
+    survey: SpectrumSurvey = field(default_factory=lambda: SpectrumSurvey(_STRIDE))
+    spectral: NDArray[np.float64] | None = None  # of the ratios
+    seen: dict[Option, float] = field(default_factory=dict)  # measured gain of an option over that of the spectrum
+    window: int = _WINDOW
 
 
 @register
@@ -152,26 +180,19 @@ class Flexible(MeasuredPolicy):
         if self.solver == "nsga2":
             check_installed()  # later a rank that lacks it would fail alone
         self.feedback = feedback_of(self.compressor, settings.feedback)
-        self._pinned = settings.pinned
-        if self._pinned is not None:
-            bind(self.compressor, self._pinned)  # raises if it does not fit
+        self._table = _Table(candidates(self.least, self.most, self.factor), settings.pinned)
+        if settings.pinned is not None:
+            bind(self.compressor, settings.pinned)  # raises if it does not fit
         self._selector = PlanSelector(self.id, self.feedback, settings.cost)
-        self._ratios = candidates(self.least, self.most, self.factor)
-        self._survey = SpectrumSurvey(_STRIDE)
-        self._shapes: list[Shape] = []
         self.options: list[Option] = []
         """The options that can be chosen."""
         self.current: Option | None = None
         """The option that is chosen; None before the first choice."""
-        self._rows: list[dict[Option, NDArray[np.int64]]] = []  # by bucket
-        self._seen: dict[Option, float] = {}  # measured gain of an option over that of the spectrum
-        self._spectral: NDArray[np.float64] | None = None  # gains of the ratios
+        self._gains = _Gains()
         self._run = _Run()
         self._surveys = _Surveys()
-        self._window = _WINDOW
-        self._ramped = 0  # steps of the ramp so far
         first = "dense" if settings.pinned is None else "the largest ratio"
-        self._reason = f"{first}: no gradient statistics yet"
+        self._now = _Now(f"{first}: no gradient statistics yet")
 
     @property
     def wants_telemetry(self) -> bool:
@@ -179,25 +200,25 @@ class Flexible(MeasuredPolicy):
         return super().wants_telemetry or self._surveys.awaited is not None
 
     def survey(self, bucket: int) -> Survey | None:
-        return self._survey if self._surveys.due and not self._ramping else None
+        return self._gains.survey if self._surveys.due and not self._ramping else None
 
     def start(self, shapes: Sequence[Shape], transport: Transport) -> Rounds[None]:
         group = transport.group
-        self._shapes = list(shapes)
-        self._run, self._surveys, self._spectral = _Run(), _Surveys(), None
-        self._window = max(_WINDOW, group.size)
+        self._table.shapes = list(shapes)
+        self._run, self._surveys, self._gains.spectral = _Run(), _Surveys(), None
+        self._gains.window = max(_WINDOW, group.size)
         ladder: Ladder = []
-        for ratio in self._ratios:
+        for ratio in self._table.ratios:
             compressor = at_ratio(self.compressor, ratio)
             names = collectives_for(compressor, group)
             if compressor.message == "sparse" and not compressor.shares_positions:
                 names = [name for name in names if name.partition(":")[0] in _KINDS]
-            ladder.append((compressor, [self._pinned] if self._pinned else names))
+            ladder.append((compressor, [self._table.pinned] if self._table.pinned else names))
         ladder.append((Dense(), collectives_for(Dense(), group)))
         yield from self._selector.start([ladder] * len(shapes), shapes, transport)
-        self._rows = [self._by_option(table) for table in self._selector.tables]
-        found = self._rows[0] if self._rows else {}  # there may be no buckets
-        self.options = [option for option in found if self._pinned is None or option.kind != "dense"]
+        self._table.rows = [self._by_option(table) for table in self._selector.tables]
+        found = self._table.rows[0] if self._table.rows else {}  # there may be no buckets
+        self.options = [option for option in found if self._table.pinned is None or option.kind != "dense"]
         if self.current not in self.options:
             self.current = None
 
@@ -209,17 +230,17 @@ class Flexible(MeasuredPolicy):
     def plan(self, bucket: int) -> Plan:
         first = max(self.options, key=lambda option: option.ratio)
         if not self._ramping:
-            return self._selector.plan(bucket, self._rows[bucket][self.current or first], self._reason)
-        ratio = 1 + (self.most - 1) * self._ramped / self.ramp
-        option = next(option for option in self.options if option.ratio == self._ratios[-1])
-        reason = f"ratio {ratio:.4g}, step {self._ramped} of the ramp"
-        rows, compressor = self._rows[bucket][option], at_ratio(self.compressor, ratio)
+            return self._selector.plan(bucket, self._table.rows[bucket][self.current or first], self._now.reason)
+        ratio = 1 + (self.most - 1) * self._now.ramped / self.ramp
+        option = next(option for option in self.options if option.ratio == self._table.ratios[-1])
+        reason = f"ratio {ratio:.4g}, step {self._now.ramped} of the ramp"
+        rows, compressor = self._table.rows[bucket][option], at_ratio(self.compressor, ratio)
         # Its seconds would count for the largest candidate, so they are not learned from
         return replace(self._selector.plan(bucket, rows, reason, compressor), settled=False, prediction=None)
 
     def on_step_end(self, step: int, outcomes: Sequence[BucketOutcome]) -> None:
         if self._ramping:
-            self._ramped += 1
+            self._now.ramped += 1
             return
         surveys, run = self._surveys, self._run
         surveys.age += 1
@@ -229,7 +250,7 @@ class Flexible(MeasuredPolicy):
         if self.current is not None and 0 < energy < math.inf:
             gain = sum(outcome.energy * outcome.gain for outcome in outcomes) / energy
             run.steps += 1
-            run.gain += (gain - run.gain) / min(run.steps, self._window)
+            run.gain += (gain - run.gain) / min(run.steps, self._gains.window)
         if surveys.awaited is None and (surveys.age >= (self.every or math.inf) or self._has_changed()):
             surveys.due = True
 
@@ -239,22 +260,22 @@ class Flexible(MeasuredPolicy):
         if surveys.awaited is None or report.step < surveys.awaited:
             return
         surveys.awaited = None
-        if len(report.surveys) < len(self._shapes):  # the survey was lost
+        if len(report.surveys) < len(self._table.shapes):  # the survey was lost
             surveys.due = True
             return
-        spectra = [Spectra(shape.sizes, report.surveys[bucket]) for bucket, shape in enumerate(self._shapes)]
+        spectra = [Spectra(shape.sizes, report.surveys[bucket]) for bucket, shape in enumerate(self._table.shapes)]
         energies = np.array([spectrum.energies.sum() for spectrum in spectra])
-        shares = np.array([lost_share(self.compressor, spectrum, self._ratios) for spectrum in spectra])
+        shares = np.array([lost_share(self.compressor, spectrum, self._table.ratios) for spectrum in spectra])
         lost = energies @ shares / energies.sum() if energies.sum() > 0 else shares.mean(axis=0)
-        self._spectral, surveys.age = 1 - lost, 0
+        self._gains.spectral, surveys.age = 1 - lost, 0
         self._compare_with_spectrum()
-        self._run.reference = self._run.gain if self._run.steps >= self._window else None
+        self._run.reference = self._run.gain if self._run.steps >= self._gains.window else None
         self._solve()
 
     def state_dict(self) -> dict[str, Any]:
-        seen = [[option.ratio, option.kind, share] for option, share in self._seen.items()]
+        seen = [[option.ratio, option.kind, share] for option, share in self._gains.seen.items()]
         current = None if self.current is None else [self.current.ratio, self.current.kind]
-        return {"current": current, "seen": seen, "ramped": self._ramped}
+        return {"current": current, "seen": seen, "ramped": self._now.ramped}
 
     def load_state_dict(self, state: Mapping[str, Any], cost: CostModel | None) -> None:
         # The last choice runs until gradients have been surveyed
@@ -263,38 +284,40 @@ class Flexible(MeasuredPolicy):
         self.current = None if current is None else Option(float(current[0]), str(current[1]))
         if self.options and self.current not in self.options:
             self.current = None
-        self._seen = {Option(float(ratio), str(kind)): float(share) for ratio, kind, share in state.get("seen", [])}
-        self._ramped = int(state.get("ramped", self.ramp))  # a run without a ramp has none after it is resumed
-        self._reason = "as before the restart: no gradient statistics yet"
+        seen = state.get("seen", [])
+        self._gains.seen = {Option(float(ratio), str(kind)): float(share) for ratio, kind, share in seen}
+        self._now.ramped = int(state.get("ramped", self.ramp))  # a run without a ramp has none after it is resumed
+        self._now.reason = "as before the restart: no gradient statistics yet"
         self._surveys.due, self._run = True, _Run()
 
     def objectives(self) -> Objectives:
         """Return seconds and 1 / gain of each option, shape (options, 2), in the order of `options`."""
-        assert self._spectral is not None
+        assert self._gains.spectral is not None
         seconds, gains = np.zeros(len(self.options)), np.ones(len(self.options))
         for place, option in enumerate(self.options):
-            for bucket in range(len(self._shapes)):
-                seconds[place] += self._selector.seconds(bucket)[self._rows[bucket][option]].min()
+            for bucket in range(len(self._table.shapes)):
+                seconds[place] += self._selector.seconds(bucket)[self._table.rows[bucket][option]].min()
             if option.kind != "dense":
-                gains[place] = self._spectral[self._ratios.index(option.ratio)] * self._seen.get(option, 1.0)
+                spectral = self._gains.spectral[self._table.ratios.index(option.ratio)]
+                gains[place] = spectral * self._gains.seen.get(option, 1.0)
         return np.stack((seconds, 1 / np.maximum(gains, _MIN_GAIN)), axis=1)
 
     @property
     def _ramping(self) -> bool:
-        return self._ramped < self.ramp
+        return self._now.ramped < self.ramp
 
     def _by_option(self, table: PlanTable) -> dict[Option, NDArray[np.int64]]:
         found: dict[Option, list[int]] = {}
         for row, (level, scheme) in enumerate(zip(table.levels.tolist(), table.schemes, strict=True)):
             option = Option(1.0, "dense")
-            if level < len(self._ratios):
-                option = Option(self._ratios[level], scheme.id.partition(":")[0])
+            if level < len(self._table.ratios):
+                option = Option(self._table.ratios[level], scheme.id.partition(":")[0])
             found.setdefault(option, []).append(row)
         return {option: np.array(rows) for option, rows in found.items()}
 
     def _has_changed(self) -> bool:
         run = self._run
-        if run.steps < self._window or self._spectral is None:
+        if run.steps < self._gains.window or self._gains.spectral is None:
             return False
         if run.reference is None:
             run.reference = run.gain
@@ -306,16 +329,16 @@ class Flexible(MeasuredPolicy):
     def _compare_with_spectrum(self) -> bool:
         """Record the measured gain of borrowed indices over that of the spectrum; return whether it has changed."""
         option = self.current
-        if option is None or option.kind not in _LEADER_KINDS or self._run.steps < self._window:
+        if option is None or option.kind not in _LEADER_KINDS or self._run.steps < self._gains.window:
             return False
-        assert self._spectral is not None
-        spectral = max(float(self._spectral[self._ratios.index(option.ratio)]), _MIN_GAIN)
-        before, now = self._seen.get(option, 1.0), min(max(self._run.gain / spectral, _MIN_GAIN), 1.0)
-        self._seen[option] = now
+        assert self._gains.spectral is not None
+        spectral = max(float(self._gains.spectral[self._table.ratios.index(option.ratio)]), _MIN_GAIN)
+        before, now = self._gains.seen.get(option, 1.0), min(max(self._run.gain / spectral, _MIN_GAIN), 1.0)
+        self._gains.seen[option] = now
         return abs(now - before) >= self.gain_threshold * before
 
     def _solve(self) -> None:
-        if self._spectral is None:
+        if self._gains.spectral is None:
             return
         objectives = self.objectives()
         places = np.arange(len(self.options)) if self.solver == "exact" else self._evolve(objectives)
@@ -324,7 +347,7 @@ class Flexible(MeasuredPolicy):
         option = self.options[place]
         if option != self.current:
             self.current, self._run = option, _Run()
-        self._reason = (
+        self._now.reason = (
             f"ratio {option.ratio:.4g} by {option.kind}, gain {1 / objectives[place, 1]:.3f}, "
             f"{self.choice} of a front of {on_front}"
         )

@@ -95,6 +95,18 @@ class _Search:
     gains: NDArray[np.float64] | None = None  # of all levels; NaN where unknown
 
 
+@dataclass
+class _Progress:
+    """Reports that were received, and those that are awaited."""
+
+    unsurveyed: int = 0  # steps since the last survey
+    surveyed: int = -1  # the last step whose survey has arrived
+    choices: dict[int, _Choice] = field(
+        default_factory=dict
+    )  # of steps that were not undone, until their report arrives
+    last: _TimedStep | None = None  # whose end is not known yet
+
+
 @register
 @dataclass(eq=False)
 class GraVAC(Adaptive):
@@ -175,13 +187,10 @@ class GraVAC(Adaptive):
         self._timed = False
         self._share = 1.0  # of a step in the average of gains
         self._survey = LevelsSurvey(self.compressor) if self.published else SpectrumSurvey(_STRIDE)
-        self._unsurveyed = 0  # steps since the last survey
-        self._surveyed = -1  # the last step whose survey has arrived
+        self._progress = _Progress()
         first = f"floor {self.most:.4g}" if self.published else "dense"
         # The level of the next step, None for dense, and the reason
         self._decision: tuple[int | None, str] = 0 if self.published else None, f"{first}: no gradient statistics yet"
-        self._choices: dict[int, _Choice] = {}  # of steps that were not undone, until their report arrives
-        self._last: _TimedStep | None = None  # whose end is not known yet
 
     @property
     def wants_telemetry(self) -> bool:
@@ -191,7 +200,7 @@ class GraVAC(Adaptive):
     def survey(self, bucket: int) -> Survey | None:
         # At every step until there are gains, then every few steps
         search = self._search
-        if search.gains is not None and self._unsurveyed + 1 < self.every:
+        if search.gains is not None and self._progress.unsurveyed + 1 < self.every:
             return None
         if isinstance(self._survey, LevelsSurvey):
             self._survey.ratios = search.ratios[search.floor], search.ratios[search.candidate]
@@ -202,7 +211,7 @@ class GraVAC(Adaptive):
         group = transport.group
         self._timed = transport.probes and group.size > 1
         self._share = min(1.0, group.size / 100) if self.smoothing is None else self.smoothing
-        self._last = None
+        self._progress.last = None
         yield from super().start(shapes, transport)
 
     def levels(self) -> list[Compressor]:
@@ -213,24 +222,24 @@ class GraVAC(Adaptive):
         return None if level is None else self._compressors[level], reason
 
     def on_step_end(self, step: int, outcomes: Sequence[BucketOutcome]) -> None:
-        self._choices[step] = _Choice(self._decision[0], self._search.floor, self._search.candidate)
-        self._unsurveyed = 0 if self.survey(0) is not None else self._unsurveyed + 1
+        self._progress.choices[step] = _Choice(self._decision[0], self._search.floor, self._search.candidate)
+        self._progress.unsurveyed = 0 if self.survey(0) is not None else self._progress.unsurveyed + 1
 
     def on_telemetry(self, report: StepReport) -> None:
         super().on_telemetry(report)
         search, began = self._search, float(report.latest[0, 0])
-        last, self._last = self._last, None
+        last, self._progress.last = self._progress.last, None
         if last is not None and report.step == last.step + 1 and began > last.began:
             search.throughputs[last.level].append(last.gain / (began - last.began))
-        choice = self._choices.get(report.step)
-        self._choices = {step: past for step, past in self._choices.items() if step > report.step}
+        choice = self._progress.choices.get(report.step)
+        self._progress.choices = {step: past for step, past in self._progress.choices.items() if step > report.step}
         if choice is None:
             return
         self._update_gains(report, choice)
         if search.gains is None:
             return
         if choice.level is not None and self._timed:
-            self._last = _TimedStep(report.step, began, choice.level, float(search.gains[choice.level]))
+            self._progress.last = _TimedStep(report.step, began, choice.level, float(search.gains[choice.level]))
         search.steps += 1
         if search.steps % self.window == 0 and not search.ended:
             self._try_next(search, search.gains)
@@ -254,8 +263,8 @@ class GraVAC(Adaptive):
         search.ended, search.steps = bool(state["ended"]), int(state["steps"])
         pairs = zip(state["throughputs"], search.throughputs, strict=True)
         search.throughputs = [deque(values, maxlen=times.maxlen) for values, times in pairs]
-        self._last = None
-        self._choices.clear()
+        self._progress.last = None
+        self._progress.choices.clear()
         if state["gains"] is not None:
             search.gains = np.array(state["gains"], float)  # None becomes NaN
             self._decide(search, search.gains)
@@ -282,10 +291,10 @@ class GraVAC(Adaptive):
         if not 0 < energy < np.inf:
             return
         before = gains if search.gains is None else search.gains
-        average = before + (1 - (1 - self._share) ** max(1, report.step - self._surveyed)) * (gains - before)
+        average = before + (1 - (1 - self._share) ** max(1, report.step - self._progress.surveyed)) * (gains - before)
         # A level that is known only from this step, or only from before, has nothing to average
         search.gains = np.where(np.isnan(gains), before, np.where(np.isnan(before), gains, average))
-        self._surveyed = report.step
+        self._progress.surveyed = report.step
 
     def _try_next(self, search: _Search, gains: NDArray[np.float64]) -> None:
         tried = search.candidate

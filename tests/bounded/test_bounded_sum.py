@@ -259,7 +259,8 @@ def test_result_is_written_to_out_and_to_the_array_itself():
     [
         ({"error": 0}, ConfigurationError, "error must be a number from 1e-37 to 1e\\+290, got 0 "),
         ({"error": float("nan")}, ConfigurationError, "got nan"),
-        ({"error": None, "op": "sum"}, ConfigurationError, "op='sum', out and relative need error="),
+        ({"error": None, "out": ONES.copy()}, ConfigurationError, "out and relative need error="),
+        ({"error": None, "op": "sum", "compressor": "topk"}, ConfigurationError, "op='sum' adds arrays as they are"),
         ({"op": "max"}, ConfigurationError, "op must be 'mean' or 'sum', got 'max'"),
         ({"compressor": "topk"}, ConfigurationError, "got compressor 'topk'; pass one"),
         ({"array": [1.0, 2.0]}, ArrayTypeError, "needs a NumPy array, got list"),
@@ -355,6 +356,32 @@ def test_bytes_that_pass_the_check_are_read_within_bounds(count, itemsize, conte
         length = blocks.add_bounded(np.tile(message, 2), starts, count, 0.5, 2, total[:most].view(dtype))
         assert blocks.check_bounded(total[:length], count, itemsize)
         assert (total[most:] == 7).all()
+
+
+@pytest.mark.parametrize("identical", [True, False])
+@pytest.mark.parametrize("dtype", [np.float32, np.complex128])
+def test_a_sum_without_a_bound_is_that_of_the_arrays(identical, dtype):
+    world = LocalWorld(3, identical)
+    arrays = [np.arange(12.0).reshape(3, 4).astype(dtype).T + rank for rank in range(3)]
+    outs = [None, np.empty((4, 3), dtype), arrays[2]]
+    rounds = [
+        bounded_rounds(array, None, None, "sum", out, end.group)
+        for array, out, end in zip(arrays, outs, world.transports, strict=True)
+    ]
+    expected = sum(arrays)
+    results = world.run(rounds)
+    assert results[1] is outs[1]
+    assert results[2] is arrays[2]
+    for result in results:
+        np.testing.assert_array_equal(result, expected)
+
+
+@pytest.mark.mpi
+def test_a_sum_over_mpi(comm):
+    array = np.full(5, comm.rank + 1.0, np.float32)
+    result = mpicomp.allreduce(array, op="sum", comm=comm)
+    assert result.tolist() == [comm.size * (comm.size + 1) / 2] * 5
+    assert mpicomp.allreduce(array, op="sum", out=array) is array
 
 
 @pytest.mark.mpi

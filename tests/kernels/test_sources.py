@@ -28,8 +28,9 @@ from mpicomp.compressors import thresholds
 FOLDER = Path(gpu.__file__).parent
 KINDS = {"select", "sidco"}  # those with most registers: a selection, and an estimate
 HOST_ONLY = {
-    "accumulate_candidates", "conv_double", "conv_halve", "conv_mix", "conv_room", "count_reaching", "intersect",
-    "merge_add", "merge_subtract", "norm_change", "select_candidates", "select_listed", "split_largest",
+    "accumulate_candidates", "ascending_parts", "conv_double", "conv_halve", "conv_mix", "conv_room", "count_reaching",
+    "intersect", "mean_of_pairs", "merge_add", "merge_subtract", "norm_change", "select_candidates", "select_listed",
+    "split_largest", "write_pairs_plain",
 }  # fmt: skip
 SOURCES = sorted(path.stem for path in FOLDER.glob("*.cu"))
 PREFERRED = ["sm_80", "sm_90"]

@@ -51,7 +51,7 @@ def test_buckets_are_exchanged_before_backward_ends(comm, monkeypatch):
     # The first layer's gradient comes last.
     model[0].weight.register_post_accumulate_grad_hook(lambda _: submitted.append(len(jobs)))
     square(model, 1, comm.rank).backward()
-    assert submitted[0] > 2
+    assert submitted[0] >= 2  # buckets: the plans of the last step, which repeat, are no job
     optimizer.step()
 
 
