@@ -194,7 +194,7 @@ class PairwiseSum:
             add(total, part, sums, threads)
             total = sums
         [finite] = to_python(add(total, parts[-1], mean[own], threads, 1 / size).finite)
-        return finite
+        return bool(finite)
 
 
 @register

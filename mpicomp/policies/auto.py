@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpicomp.collectives import bind
-from mpicomp.compressors import Compressor, Dense
+from mpicomp.compressors import Compressor, Dense, Quantiser
 from mpicomp.cost import CostModel, Network
 from mpicomp.cost.formulas import ring
 from mpicomp.errors import ConfigurationError, IncompatiblePairError
@@ -44,7 +44,7 @@ class _Levels:
     """The compressors that may run."""
 
     wires: list[Compressor]
-    quantisers: list[Compressor]
+    quantisers: list[Quantiser]
     dense: list[Dense] = field(default_factory=lambda: [Dense()])
     ladder: NDArray[np.float64] = field(default_factory=lambda: np.array([]))  # ratios of one wire
     ratios: NDArray[np.float64] = field(default_factory=lambda: np.array([]))  # of all levels that have one
@@ -126,7 +126,7 @@ class Auto(MeasuredPolicy):
         self.compressor = settings.compressor or default_compressor()
         self._normalises = settings.normalises
         wires, quantisers = suggested_compressors(settings.compressor, self._normalises)
-        self._levels = levels = _Levels(*(list(filter(self._fits, kind)) for kind in (wires, quantisers)))
+        self._levels = levels = _Levels(list(filter(self._fits, wires)), list(filter(self._fits, quantisers)))
         compresses = bool(levels.wires or levels.quantisers)
         if not compresses:
             assert self._pinned is not None

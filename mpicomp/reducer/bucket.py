@@ -166,14 +166,15 @@ class Bucket(Arrays):
         return self.holds_gradients and all(map(self._is_in_place, gradients, self.offsets))
 
     def _is_in_place(self, array: Any, offset: int) -> bool:
+        memory: Any = self._flat.sum.memory
         if self.device is HOST:
-            start, address = (found.__array_interface__["data"][0] for found in (self._flat.sum.memory, array))
+            start, address = (found.__array_interface__["data"][0] for found in (memory, array))
             fits = array.dtype == self.dtype and array.flags.c_contiguous
         else:
             found = device_array(array)
             if found is None:
                 return False
-            start, address = self._flat.sum.memory.data.ptr, found.address
+            start, address = memory.data.ptr, found.address
             fits = found.dtype == self.dtype and found.is_contiguous
         return self.holds_gradients and fits and address == start + offset * self.dtype.itemsize
 
