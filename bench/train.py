@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from mpicomp.bench.measure.chosen_plans import Choices, Ran, chosen_table, leading
+from mpicomp.bench.measure.chosen_plans import Choices, ChosenPlan, chosen_table, leading
 from mpicomp.bench.measure.metrics import MetricsWriter
 from mpicomp.bench.measure.probe import Probe, probe, probe_dense
 from mpicomp.bench.measure.progress import Progress
@@ -387,8 +387,8 @@ class Trained:
     compressor: Compressor  # the named one, or that of the plan that leads in the second half of the run
     steps_timed: int
     late_step_s: float  # median, of the second half where plans might change, since `exchange_probe` is of that half
-    plans: list[Ran]  # of the run, and of its second half
-    late_plans: list[Ran]
+    plans: list[ChosenPlan]  # of the run, and of its second half
+    late_plans: list[ChosenPlan]
     # The run's exchange and the fastest dense one by themselves; None where they were not asked for
     exchange_probe: Probe | None = None
     dense_probe: Probe | None = None

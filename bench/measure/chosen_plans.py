@@ -30,7 +30,7 @@ def in_short(record: StepRecord) -> str:
 
 
 @dataclass(frozen=True)
-class Ran:
+class ChosenPlan:
     """A plan and how much of a run it has carried."""
 
     compressor: Compressor  # that of the plan
@@ -72,7 +72,7 @@ class Choices:
         waits, sent = np.sum(self._energies[first:], axis=0) if self._energies[first:] else (0.0, 0.0)
         return float(waits / sent) if sent > 0 else None
 
-    def plans(self, first: int = 0) -> list[Ran]:
+    def plans(self, first: int = 0) -> list[ChosenPlan]:
         """Return the plans that were run from a step on, from the one that has carried most."""
         elements: Counter[tuple[str, str]] = Counter()
         kept: defaultdict[tuple[str, str], float] = defaultdict(float)
@@ -84,11 +84,11 @@ class Choices:
         for plan, numel in elements.most_common():
             compressor = get_compressor(json.loads(plan[0]))
             ratio = getattr(compressor, "ratio", 1.0)
-            found.append(Ran(compressor, ratio, plan[1], numel / elements.total(), kept[plan] / numel))
+            found.append(ChosenPlan(compressor, ratio, plan[1], numel / elements.total(), kept[plan] / numel))
         return found
 
 
-def leading(plans: Sequence[Ran]) -> Ran:
+def leading(plans: Sequence[ChosenPlan]) -> ChosenPlan:
     """Return the plan that has carried most, among those of the kind of compressor that has: ratios are many."""
     shares: Counter[str] = Counter()
     for plan in plans:
@@ -100,7 +100,7 @@ def leading(plans: Sequence[Ran]) -> Ran:
 _PLANS = 8  # lines of the table of plans
 
 
-def chosen_table(plans: Sequence[Ran]) -> str:
+def chosen_table(plans: Sequence[ChosenPlan]) -> str:
     """Return a table of plans; of many those that have carried most."""
     rows = []
     for plan in plans[:_PLANS]:

@@ -1,7 +1,6 @@
 """Timed steps of one plan, which all ranks begin at once, with the seconds of each on every rank."""
 
 import json
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -42,7 +41,7 @@ class Plan:
         return f"{self.compressor.id} {self.collective}"
 
 
-class Ran(NamedTuple):
+class StepPlan(NamedTuple):
     """The plan of a step, its predicted seconds, and its gain."""
 
     plan: str
@@ -79,7 +78,7 @@ class Runner:
     ) -> None:
         self.plan = plan
         self.steps: list[NDArray[np.float64]] = []  # ranks x fields
-        self.ran: list[Ran] = []
+        self.ran: list[StepPlan] = []
         self.checks: list[Check] = []
         self.route: str | None = None
         self._gradients = gradients
@@ -142,7 +141,7 @@ class Runner:
         end = self._transport.clock()
         sent, wire = 4 * gradient.size, dense_ring_bytes(gradient.size, self._transport.group.size)
         self._last = np.array([end - start, 0.0, end - start, 0.0, 0.0, sent, wire, start, end])
-        self.ran.append(Ran(self.plan.name, None, None))
+        self.ran.append(StepPlan(self.plan.name, None, None))
 
     def _reduce(self, reducer: Reducer, gradient: Any) -> Any:
         self._loaded = None
@@ -162,7 +161,7 @@ class Runner:
             start = end - sum(phases)
         numbers = [end - start, *phases, record.choosing_s, bucket.sent_bytes, bucket.wire_bytes, start, end]
         self._last = np.array(numbers, np.float64)
-        self.ran.append(Ran(f"{bucket.compressor['id']} {bucket.collective}", bucket.predicted_s, bucket.gain))
+        self.ran.append(StepPlan(f"{bucket.compressor['id']} {bucket.collective}", bucket.predicted_s, bucket.gain))
         layout = reducer.layout  # known only here, with the bucket's device and its measured routes
         if layout.buckets[0].device is not HOST:
             routes = layout.routes or RouteTable.always("staged")
@@ -175,9 +174,3 @@ class Runner:
         if reducer.last_step is None:
             return np.zeros(self._gradients.numel, DTYPE)
         return reducer.residual(NAME)
-
-
-def in_turn(runners: Sequence[Runner]) -> Iterator[Runner]:
-    """Yield each once, another one first every time, always in the same cyclic order."""
-    turn = len(runners[0].steps) % len(runners)
-    yield from [*runners[turn:], *runners[:turn]]

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from mpicomp.bench import collectives
 from mpicomp.bench.collectives import Settings, measure, plans_of
-from mpicomp.bench.measure.exchanges import Plan, Ran
+from mpicomp.bench.measure.exchanges import Plan, StepPlan
 from mpicomp.bench.measure.mean_check import Check
 from mpicomp.bench.measure.timed_plan import OSU_HEADER, osu_blocks
 
@@ -39,7 +39,7 @@ class Scripted:
             return
         times = self.seconds[self.plan.name]
         self.steps.append(np.array([[times[min(len(self.steps), len(times) - 1)], 0, 0, 0, 0, 8, 9, 0, 1]], float))
-        self.ran.append(Ran(self.plan.name, None, 0.5))
+        self.ran.append(StepPlan(self.plan.name, None, 0.5))
         self.ran_in_order.append(self.plan.name)
         if check:
             self.checks.append(Check(0.0, 1.0, True))

@@ -3,7 +3,7 @@
 import pytest
 import recordings
 from golden import check_golden
-from mpicomp.bench.measure.chosen_plans import Ran
+from mpicomp.bench.measure.chosen_plans import ChosenPlan
 from mpicomp.bench.measure.probe import Probe
 from mpicomp.bench.measure.run_fields import PHASES, RunObject
 from mpicomp.bench.train import Trained, estimate, judge, table
@@ -18,7 +18,7 @@ def phases(**seconds):
 
 
 def ran(compressor, share=1.0, collective="ring"):
-    return Ran(compressor, getattr(compressor, "ratio", 1.0), collective, share, 0.01)
+    return ChosenPlan(compressor, getattr(compressor, "ratio", 1.0), collective, share, 0.01)
 
 
 def outcome(value=0.9, **changed):
