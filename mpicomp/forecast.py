@@ -69,6 +69,7 @@ class Job:
     kernels: Mapping[str, KernelCost] = field(default_factory=dict)  # by `scheme_key` of a ladder, that were measured
     device: str = "cpu"  # of the gradients: cpu or cuda
     spread_s: Sequence[float] = ()  # seconds of several steps: an exchange waits for the slowest rank
+    core_share: float = 1.0  # of a core that a rank had: one that waits leaves its share to those it waits for
 
     @property
     def numel(self) -> int:
@@ -130,7 +131,12 @@ class Forecaster:
             raise ConfigurationError("plan: an exchange needs two ranks, and a model with parameters")
         self._job, self._network, self._group = job, network, group
         self._overlap = _OVERLAP[job.device] if overlap else 0.0
-        self._waited_s = max(0.0, _slowest_s(job.spread_s, group.size) - job.compute_s) if job.spread_s else 0.0
+        spread = np.array(job.spread_s or [job.compute_s])
+        # Steps are drawn from those that were timed; another program may have delayed one.
+        typical = np.minimum(np.sort(spread), _MAX_SPREAD * np.median(spread))
+        shares = (np.arange(len(typical) + 1) / len(typical)) ** group.size
+        self._mean_s = float(typical.mean())
+        self._waited_s = job.core_share * max(0.0, float(typical @ np.diff(shares)) - job.compute_s)
 
     def all(self) -> list[Forecast]:
         """Return a forecast of every exchange: none, DDP's, the likely plan of `auto`, top-k, and LocalMuon."""
@@ -241,7 +247,7 @@ class Forecaster:
         more_s = _MUON_SHARE * job.compute_s if job.muon_s is None else job.muon_s
         exchange_s = cost.kernels.seconds(job.numel, round(cost.kept * job.numel)) + cost.rounds.seconds(job.numel, 0)
         waited_s = self._waited_s / math.sqrt(every)  # the sums of several steps differ less
-        seconds = job.compute_s + more_s + waited_s + exchange_s / every
+        seconds = self._mean_s + more_s + waited_s + exchange_s / every
         steps, sent = _MUON_STEPS[every] if job.hidden > 0.5 else None, job.numel * cost.sent_bytes / every
         return self._row(f"muon every {every}", f"one bit, {cost.name}", seconds, sent, steps)
 
@@ -261,13 +267,6 @@ class Forecaster:
                 return float(np.interp(np.log(ratio), np.log(_GPT_SELECTED[0]), _GPT_SELECTED[1])[0])
             penalties = [float(each.selection_penalties(ratio, ranks, age)[0][0]) for each in statistics]
         return float(np.average(penalties, weights=[max(each.importance, 1e-9) for each in statistics]))
-
-
-def _slowest_s(seconds: Sequence[float], ranks: int) -> float:
-    """Return the mean seconds of the slowest of some ranks, whose steps are drawn from those that were timed."""
-    shares = (np.arange(len(seconds) + 1) / len(seconds)) ** ranks
-    typical = np.minimum(np.sort(seconds), _MAX_SPREAD * np.median(seconds))  # another program may delay a step
-    return float(typical @ np.diff(shares))
 
 
 @functools.lru_cache(maxsize=1024)

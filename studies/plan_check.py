@@ -1,7 +1,6 @@
 """Predictions of ``mpicomp plan`` from a run of one rank, against steps in labs: ``python studies/plan_check.py``.
 
-A host of the lab has a share of this machine's cores, so the run of one rank has a copy for each other host at the same
-time; each of them is a job of its own.
+A lab's host has a share of this machine's cores: the run of one rank has a copy, a job of its own, for each other host.
 """
 
 import json
@@ -20,7 +19,7 @@ from mpicomp.bench.lab.lab_settings import parse_bandwidth, parse_latency
 from mpicomp.bench.plan import Links, plan, read_job, read_links
 from study_rows import Rows, Study, show
 
-from mpicomp.forecast import Job
+from mpicomp.forecast import Forecast, Job, recommended
 
 _STUDY = "plan_check"
 _ONE_RANK, _LINKS = "one rank", "links"
@@ -30,7 +29,7 @@ _EXCHANGES = {
     "muon": ("muon every 10", 10),
 }  # fmt: skip
 _TRAINING_STEPS = 120  # plans that wait are judged by the half of them, as in the cells
-_STEPS = ("--steps", "40", "--blocks", "4", "--every", "10")
+_STEPS = ("--steps", "40", "--blocks", "2", "--every", "10")
 
 
 def rows(_: Rows, arguments: Namespace) -> Iterator[tuple[Any, ...]]:
@@ -48,14 +47,10 @@ def _one_rank(task: str, copies: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         paths = [str(Path(folder) / f"{copy}.json") for copy in range(copies)]
         words = [sys.executable, "-m", "mpicomp", "train", "--task", task, "--steps", "32", "--compressor", "dense"]
-        started = [
-            subprocess.Popen(
-                [*words, "--no-verdict"],
-                env=os.environ | {"MPICOMP_PLAN": path, "OMP_NUM_THREADS": "1"},
-                stdout=subprocess.DEVNULL,
-            )
-            for path in paths
-        ]
+        started = []
+        for path in paths:
+            environment = os.environ | {"MPICOMP_PLAN": path, "OMP_NUM_THREADS": "1"}
+            started.append(subprocess.Popen([*words, "--no-verdict"], env=environment, stdout=subprocess.DEVNULL))
         for process in started:
             process.wait()
         return {"job": read_job(paths[0], _TRAINING_STEPS)[0].to_json()}
@@ -63,9 +58,8 @@ def _one_rank(task: str, copies: int) -> dict[str, Any]:
 
 def _calibrate(network: lab_jobs.Network, hosts: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "links.json"
-        words = ["bench", "collectives", "--numel", "1024", "--limit", "0.1", "--collective", "ring"]
-        words += ["--compressor", "dense", "--calibrate", str(path)]
+        path, words = Path(folder) / "links.json", ["bench", "collectives", "--numel", "1024", "--limit", "0.1"]
+        words += ["--collective", "ring", "--compressor", "dense", "--calibrate", str(path)]
         lab_jobs.run(hosts, network, words, lambda line: None)
         return {"model": json.loads(path.read_text())}
 
@@ -104,8 +98,10 @@ def tables(measured: Rows, arguments: Namespace) -> None:
                 "by_links_s|.4g": by_links["step_s"], "links_error|+.1%": by_links["step_s"] / step_s - 1,
             })  # fmt: skip
             costs |= {name: step_s * given["steps_ratio"]} if given["steps_ratio"] else {}
-        best = min(costs, key=costs.__getitem__, default="")
-        print(f"{network}: recommended {plans[0]['recommended']}; least measured seconds to a quality: {costs}, {best}")
+        if len(costs) == len(_EXCHANGES) - 1:  # all but none, of which one is recommended
+            advised = recommended([Forecast(**row) for row in plans[0]["rows"] if row["exchange"] in costs]).exchange
+            over = costs[advised] / min(costs.values()) - 1
+            print(f"{network}: {advised} is recommended, {over:.0%} above the best; seconds to a quality: {costs}")
     notes = []
     for name in ("error", "links_error") if lines else ():
         errors = np.abs([line[f"{name}|+.1%"] for line in lines])

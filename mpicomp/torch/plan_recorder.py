@@ -168,6 +168,7 @@ class PlanRecorder:
             else {},
             device=self._device.type,
             spread_s=self._seconds,
+            core_share=1 / slowed,
         )
         if self._path is not None:
             with whole_file(self._path) as file:

@@ -61,6 +61,8 @@ def test_steps_wait_for_the_slowest_of_ranks_whose_seconds_differ():
     found = rows(job(spread_s=seconds), 1e3)
     assert found["ddp"].step_s == pytest.approx(slowest_s, rel=5e-3)
     assert found["none"].step_s == 1.0
+    shared = rows(job(spread_s=seconds, core_share=0.5), 1e3)  # ranks that wait leave their core to the slowest
+    assert shared["ddp"].step_s == pytest.approx((1.0 + slowest_s) / 2, rel=5e-3)
     assert 1.0 < found["muon every 40"].step_s < found["muon every 2"].step_s < found["ddp"].step_s
 
 
