@@ -379,6 +379,10 @@ def exchanged_by(exchange, optimizer, model, comm):
     )
 
 
+def bound(limit, unit):
+    return "no bound" if limit is None else f"at most {limit:g} {unit}"
+
+
 def calls_of_ours(step):
     """Return how many Python functions of mpicomp and its kernels a step calls in this thread."""
     count, folders = 0, tuple(os.path.dirname(module.__file__) + os.sep for module in (mpicomp, mpicomp.kernels))
@@ -441,9 +445,9 @@ def test_numbers_of_a_step(where, exchange, comm, line, tmp_path, monkeypatch):
     most_ms, most = STEPS[exchange]
     line(f"step: {exchange}", "same parameters on both ranks", "the same" if equal else "others", equal)
     judged = lambda limit, value: None if short or limit is None else value <= limit  # noqa: E731
-    line(f"step: {exchange}, over none ({1e3 * none_s:.1f} ms)", f"at most {most_ms} ms", f"{over_ms:.1f} ms",
+    line(f"step: {exchange}, over none ({1e3 * none_s:.1f} ms)", bound(most_ms, "ms"), f"{over_ms:.1f} ms",
          judged(most_ms, over_ms))  # fmt: skip
-    line(f"step: {exchange}, more memory", f"at most {most} gradients", f"{more:.2f}", judged(most, more))
+    line(f"step: {exchange}, more memory", bound(most, "gradients"), f"{more:.2f}", judged(most, more))
     line(f"step: {exchange}, our calls a bucket", f"at most {CALLS}", f"{calls:.0f}", judged(CALLS, calls))
     if exchange == "topk":
         holds = judged(FIRST_S, first_s)
