@@ -20,7 +20,6 @@ def gradients(step, rank, scale=1.0, heavy=1.0):
 
 
 def lost_by_selection(array, ratio):
-    """Squared norm of what top-k leaves, by sorting."""
     squares = np.sort(np.square(array.ravel()))[::-1]
     return squares[kept(ratio, squares.size) :].sum()
 

@@ -25,7 +25,6 @@ def sgd(model):
 
 
 def pair(model):
-    """Momentum for matrices, AdamW for the rest."""
     matrices = [parameter for parameter in model.parameters() if parameter.ndim == 2]
     others = [parameter for parameter in model.parameters() if parameter.ndim != 2]
     return [torch.optim.SGD(matrices, lr=0.1, momentum=0.9), torch.optim.AdamW(others, lr=0.02)]
@@ -58,7 +57,6 @@ class Replicas:
         return list(zip(self.models, self.optimizers, strict=True))
 
     def backward(self, step):
-        """Return the mean loss."""
         total = 0.0
         for rank, (model, optimizer) in enumerate(self.pairs):
             optimizer.zero_grad()
@@ -93,7 +91,6 @@ class Replicas:
         self.world.run(exchanges)
 
     def run(self, steps):
-        """Return the mean loss of every step."""
         return [self.step(step) for step in steps]
 
     def values(self):
@@ -103,7 +100,6 @@ class Replicas:
         return [bits(model) for model in self.models]
 
     def same(self):
-        """Whether all ranks hold the same bits."""
         return len(set(self.bits())) == 1
 
     def residuals(self):

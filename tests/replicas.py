@@ -75,7 +75,6 @@ class Pair:
         self.optimizer.step()
 
     def step(self, step, change=None):
-        """Step on both."""
         self.step_alone(step, change)
         self.reference.step(self.loss, step, change)
 
@@ -94,13 +93,11 @@ def assert_same(model, reference, rtol=2e-5, atol=2e-6):
 
 
 def assert_equal(model, other):
-    """Two models hold the same bits."""
     for (name, left), right in zip(model.named_parameters(), other.parameters(), strict=True):
         assert torch.equal(left, right), name
 
 
 def assert_replicas(model, comm):
-    """All ranks hold the same bits."""
     values = [p.detach().contiguous().reshape(-1).view(torch.uint8) for p in model.parameters()]
     row = torch.cat(values).numpy()
     rows = np.empty((comm.size, row.size), np.uint8)
@@ -157,7 +154,6 @@ def square(model, step, rank):
 
 
 def train(model, optimizer, steps, rank, loss=square):
-    """Step on a rank's batches."""
     for step in steps:
         optimizer.zero_grad()
         loss(model, step, rank).backward()
@@ -206,7 +202,6 @@ def branches_loss(model, step, rank):
 
 @contextlib.contextmanager
 def gloo(comm):
-    """A process group of the communicator's ranks."""
     port = None
     if comm.rank == 0:
         with socket.socket() as probe:
@@ -245,14 +240,12 @@ class UnevenPair(Pair):
                 (body or self.step_alone)(step, *(() if change is None else (change,)))
 
     def follow(self, change=None, loss=None, first=0):
-        """Make the same steps in the reference."""
         for step in range(max(self.batches)):
             active = [rank for rank, count in enumerate(self.batches) if step < count]
             self.reference.step(loss or self.loss, first + step, change, active)
 
 
 def loop(model, optimizer, comm, batches, first=0, after_step=None):
-    """What every rank runs."""
     with optimizer.join():
         for step in range(batches):
             optimizer.zero_grad()

@@ -115,7 +115,6 @@ def assert_alike(model, replicas):
 
 
 def residuals(optimizer):
-    """Return the residuals of local shards, in float64."""
     return {
         name: torch.as_tensor(optimizer.reducer.residual(name), dtype=torch.float64)
         for name in optimizer.state_dict()["mpicomp"]["residuals"]

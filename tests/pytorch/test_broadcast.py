@@ -3,7 +3,6 @@
 import contextlib
 import copy
 
-import numpy as np
 import pytest
 import torch
 from replicas import assert_equal, assert_replicas, close_at_end, distribute, network, sgd, square, train
@@ -148,20 +147,6 @@ def step_all(model, optimizer, steps, rank):
         optimizer.step(closure)
 
 
-@pytest.mark.mpi(max_size=3)
-def test_state_is_overwritten_in_place_and_cleared(comm):
-    model = network()
-    optimizer = sgd(model)
-    train(model, optimizer, range(1), comm.rank)
-    momentum = optimizer.state[model[0].weight]["momentum_buffer"]
-    broadcast_state(optimizer, comm=comm)
-    assert optimizer.state[model[0].weight]["momentum_buffer"] is momentum
-    if comm.rank == 0:
-        optimizer = sgd(model)
-    broadcast_state(optimizer, comm=comm)
-    assert not optimizer.state
-
-
 OUTER = {"lr": 0.7, "momentum": 0.9}
 WRAPPERS = {
     "overlap": lambda model, comm: distribute(model, comm, sgd(model), "topk", "allgather"),
@@ -210,23 +195,17 @@ def test_state_that_one_rank_has_loaded_is_resumed_without_residuals(comm, wrap)
 
 class WithEntry(torch.nn.Linear):
     def state_dict(self, *arguments, **settings):
-        return super().state_dict(*arguments, **settings) | {
-            "_about": {"in_features": self.in_features},
-            "made": "here",
-        }
+        return super().state_dict(*arguments, **settings) | {"_about": {"in_features": 2}, "made": "here"}
 
 
 @pytest.mark.mpi(max_size=2)
-@pytest.mark.parametrize("given", [lambda model: model, lambda model: model.state_dict()], ids=["model", "state"])
-def test_entries_that_are_no_tensors_are_passed_over(comm, given):
+def test_entries_that_are_no_tensors_are_passed_over(comm):
     model = WithEntry(2, 2)
     model.register_buffer("seen", torch.full((2,), float(comm.rank)))
     warned = pytest.warns(UserWarning, match="passed over, since they are no tensors: '_about', 'made'")
     with warned if comm.rank == 0 else contextlib.nullcontext():
-        broadcast(given(model), comm=comm)
+        broadcast(model, comm=comm)
     assert not model.seen.any()
-    with pytest.raises((ArrayTypeError, DisagreementError), match="'w'"):
-        broadcast({"w": np.ones(2) if comm.rank == 0 else torch.ones(2)}, comm=comm)
 
 
 @pytest.mark.mpi(min_size=2, max_size=3)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 from held_arrays import held_bytes
-from replicas import Pair, assert_equal, assert_replicas, batch, descent, distribute, network, square, train
+from replicas import Pair, assert_equal, assert_replicas, descent, distribute, network, square, train
 
 import mpicomp
 from mpicomp.errors import ConfigurationError, DisagreementError, NonFiniteError
@@ -70,38 +70,6 @@ def test_gradients_that_are_kept_accumulated_and_clipped(comm):
         pair.reference.step(lambda model, step, rank: 2 * square(model, step, rank), step, clip)
     assert all(are_views(pair.model, pair.optimizer))
     pair.check()
-
-
-@pytest.mark.mpi(max_size=3)
-def test_views_change_no_bit_under_autocast(comm):
-    """With a scaler and an overflow: two passes a step, means clipped. Gradients of 16 bits stay torch's."""
-    models = network(), network()
-    for model, views in zip(models, (False, True), strict=True):
-        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
-        settings = {"overlap": None, "gradient_as_bucket_view": views, "scaler": scaler}
-        optimizer = distribute(model, comm, descent(model), *KINDS[0], **settings)
-
-        def backward(number, factor=1, model=model, scaler=scaler):
-            with torch.autocast("cpu", torch.bfloat16):
-                loss = model(batch(number, comm.rank)).float().square().mean()
-            scaler.scale(loss * factor).backward()
-
-        for step in range(6):
-            optimizer.zero_grad()
-            with optimizer.accumulate():
-                backward(2 * step)
-            backward(2 * step + 1, torch.inf if (step, comm.rank) == (3, 0) else 1)
-            scaler.unscale_(optimizer)
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
-            scaler.step(optimizer)
-            scaler.update()
-        assert scaler.get_scale() == 2.0**7
-    assert all(are_views(model, optimizer))
-    assert_equal(*models)
-    model = network().to(torch.bfloat16)
-    optimizer = viewed(model, comm, *KINDS[0])
-    train(model, optimizer, range(2), comm.rank, lambda m, step, rank: m(batch(step, rank).bfloat16()).square().mean())
-    assert [optimizer.reducer.layout.gradient(name) for name, _ in model.named_parameters()] == 6 * [None]
 
 
 @pytest.mark.mpi(max_size=2)

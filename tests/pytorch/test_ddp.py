@@ -1,7 +1,6 @@
 """DistributedDataParallel over gloo whose buckets go through mpicomp."""
 
 import io
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -79,36 +78,6 @@ def test_unserved_models_and_groups_are_refused(comm, monkeypatch):
         with pytest.raises(ConfigurationError, match="on NCCL, which can wait for MPI, and MPI for it, forever"):
             mpicomp.torch.DDPState(model, comm=comm)
         mpicomp.torch.DDPState(model, comm=comm, allow_nccl=True).close()
-
-
-@pytest.mark.mpi(max_size=2)
-@pytest.mark.parametrize("device", ["cuda:1", "cpu"])
-def test_future_has_the_device_of_its_value(comm, device, monkeypatch):
-    """Without it torch's streams would not wait for the mean; there is no such device here."""
-    devices_seen = []
-
-    class Recorded:
-        def __class_getitem__(cls, item):
-            return cls
-
-        def __init__(self, devices=None):
-            devices_seen.append(devices)
-
-    values = torch.empty(0)
-    buffer = SimpleNamespace(
-        is_cuda=device != "cpu",
-        device=torch.device(device),
-        layout=values.layout,
-        is_complex=values.is_complex,
-        reshape=values.reshape,
-    )
-    empty = SimpleNamespace(buffer=lambda: buffer, parameters=list, gradients=list, is_last=lambda: False)
-    with gloo(comm):
-        _, _, state = hooked(comm, "dense", "allreduce", overlap=False)
-        monkeypatch.setattr(torch.futures, "Future", Recorded)
-        mpicomp.torch.ddp_comm_hook(state, empty)
-        state.close()
-    assert devices_seen == [[torch.device(device)] if device != "cpu" else None]
 
 
 @pytest.mark.mpi(max_size=3)

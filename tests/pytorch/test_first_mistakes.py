@@ -1,9 +1,8 @@
 """Mistakes of a script, on all ranks or one, are one error on all ranks that names what to write."""
 
-import numpy as np
 import pytest
 import torch
-from replicas import assert_replicas, close_at_end, descent, distribute, gloo, network, sgd, square, train
+from replicas import assert_replicas, close_at_end, distribute, network, sgd, train
 
 import mpicomp
 from mpicomp.errors import ConfigurationError, DisagreementError
@@ -12,7 +11,6 @@ wrap, update = mpicomp.torch.DistributedOptimizer, mpicomp.torch.UpdateOptimizer
 
 
 def scale(model, **settings):
-    """Scale gradients without scaler=, which overflow."""
     optimizer, scaler = close_at_end(wrap(sgd(model), model, **settings)), torch.amp.GradScaler("cpu")
     scaler.scale(model(torch.full((1, 6), torch.inf)).sum()).backward()
     scaler.step(optimizer)
@@ -74,19 +72,6 @@ def test_unserved_parameter_is_refused_when_made(comm, make, parameter, message)
         make(tensor, comm)
 
 
-@pytest.mark.mpi(min_size=2, max_size=2)
-def test_sharded_parameters_are_refused_when_made(comm):
-    from torch.distributed import fsdp
-
-    with gloo(comm):
-        model = torch.nn.Linear(4, 4)
-        fsdp.fully_shard(model, mesh=torch.distributed.init_device_mesh("cpu", (comm.size,)))
-        with pytest.raises(DisagreementError, match=r"'weight' .*rows 0 to 2 of 4.*comm=mpicomp.torch.replicas"):
-            wrap(descent(model), model, comm=comm)
-        with pytest.raises(DisagreementError, match="rows 2 to 4 of 4"):
-            mpicomp.torch.broadcast_parameters(model, comm=comm)
-
-
 class Renormed(torch.nn.Module):
     def __init__(self):
         super().__init__()
@@ -107,20 +92,6 @@ def test_forward_that_writes_to_a_weight_is_named(comm, make):
     optimizer = close_at_end(make(sgd(model), model.named_parameters(), comm=comm))
     with pytest.raises(DisagreementError, match=r"parameter 'rows.weight' has other values.*max_norm= writes to"):
         train(model, optimizer, range(2), comm.rank, lambda m, _, rank: m(torch.arange(3) + 3 * rank % 12))
-
-
-class TwoEmbeddings(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(5)
-        self.words = torch.nn.Embedding(30, 3)
-        self.head = torch.nn.Linear(3, 9)
-        self.more = torch.nn.Embedding(20, 9)
-
-
-def embeddings_loss(model, step, rank):
-    tokens = torch.from_numpy(np.random.default_rng((step, rank)).integers(0, 20, (4, 5)))
-    return (model.head(model.words(tokens)) * model.more(tokens)).square().sum()
 
 
 def of_two_layers(model, **settings):
@@ -148,23 +119,6 @@ def test_group_added_on_one_rank_is_refused(comm, compressor, steps):
     assert_replicas(model, comm)
 
 
-@pytest.mark.mpi(min_size=2, max_size=3)
-@pytest.mark.parametrize("part", ["words", "head"])
-def test_part_frozen_on_one_rank_is_refused(comm, part):
-    model = TwoEmbeddings()
-    optimizer = distribute(model, comm, descent(model, 0.01))
-    train(model, optimizer, range(2), comm.rank, embeddings_loss)
-    if comm.rank == 0:
-        getattr(model, part).requires_grad_(False)
-    with pytest.raises(DisagreementError, match=rf"'{part}\.\w+' is on rank 1 but not on rank 0"):
-        train(model, optimizer, [2], comm.rank, embeddings_loss)
-    getattr(model, part).requires_grad_(False)
-    train(model, optimizer, range(3, 5), comm.rank, embeddings_loss)
-    getattr(model, part).requires_grad_(True)
-    train(model, optimizer, range(5, 7), comm.rank, embeddings_loss)
-    assert_replicas(model, comm)
-
-
 @pytest.mark.mpi(max_size=2)
 @pytest.mark.parametrize("whose", ["all", "one"])
 def test_parameter_put_into_a_group_by_hand_is_refused(comm, whose):
@@ -177,26 +131,3 @@ def test_parameter_put_into_a_group_by_hand_is_refused(comm, whose):
         optimizer.param_groups[0]["params"].append(model[4].bias)
     with pytest.raises(ConfigurationError, match=r"holds a parameter of shape \(2,\) that is not exchanged"):
         train(model, optimizer, [2], comm.rank)
-
-
-@pytest.mark.mpi(min_size=2, max_size=3)
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        lambda model: (torch.optim.LBFGS(model.parameters()), {}),
-        lambda model: (descent(model), {"compressor": "nosuch"}),
-        lambda model: (torch.optim.SGD(torch.nn.Linear(2, 3).parameters(), lr=0.1), {}),
-    ],
-    ids=["lbfgs", "compressor", "parameters"],
-)
-def test_refusal_on_one_rank_is_one_on_all(comm, wrong):
-    model = network()
-    plain, settings = descent(model), {}
-    if comm.rank == comm.size - 1:
-        plain, settings = wrong(model)
-    with pytest.raises(ConfigurationError):
-        mpicomp.torch.DistributedOptimizer(plain, model.named_parameters(), comm=comm, **settings)
-    # The optimizer is as it was, on all ranks.
-    if not settings and isinstance(plain, torch.optim.SGD):
-        square(model, 0, comm.rank).backward()
-        plain.step()

@@ -144,55 +144,6 @@ def test_changed_learning_rates_reach_idle_ranks(comm, place):
     pair.check()
 
 
-@pytest.mark.mpi(max_size=3)
-def test_accumulation_ends_with_a_window_that_is_not_full(comm):
-    pair = UnevenPair(comm, overlap=True)
-    optimizer = pair.optimizer
-
-    def loss(model, step, rank):
-        return [square(model, 3 * step + part, rank) for part in range(3)]
-
-    with optimizer.join():
-        for step in range(pair.batches[comm.rank]):
-            optimizer.zero_grad()
-            *first, last = loss(pair.model, step, comm.rank)
-            with optimizer.accumulate():
-                for part in first:
-                    part.backward()
-            last.backward()
-            optimizer.step()
-        optimizer.zero_grad()
-        with optimizer.accumulate():  # the window continues after the context
-            square(pair.model, 99, comm.rank).backward()
-        left = [parameter.grad.clone() for parameter in pair.model.parameters()]
-    pair.follow(loss=loss)
-    pair.check()
-    assert all(torch.equal(p.grad, gradient) for p, gradient in zip(pair.model.parameters(), left, strict=True))
-
-
-@pytest.mark.mpi(max_size=3)
-def test_gradient_scaler_with_uneven_batches(comm):
-    """Also where a gradient overflows while some rank has no batches, and where a rank never had a loss to scale."""
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
-    pair = UnevenPair(comm, scaler=scaler, overlap=True)
-    last = max(pair.batches) - 1
-
-    def body(step):
-        pair.optimizer.zero_grad()
-        loss = square(pair.model, step, comm.rank)
-        scaler.scale(loss * torch.inf if step == last else loss).backward()
-        scaler.unscale_(pair.optimizer)
-        torch.nn.utils.clip_grad_norm_(pair.model.parameters(), 0.05)
-        scaler.step(pair.optimizer)
-        scaler.update()
-
-    pair.join(body=body)
-    pair.batches = [min(count, last) for count in pair.batches]
-    pair.follow(clip)
-    pair.check()
-    assert comm.allgather(scaler.get_scale()) == [1024.0 * 2 ** (last // 2) / 2] * comm.size
-
-
 @pytest.mark.mpi(min_size=2, max_size=3)
 def test_policies_leave_plans_while_a_rank_is_idle(comm):
     model = network()
@@ -278,19 +229,6 @@ def test_loop_that_ends_before_its_step_is_refused(comm):
         run()
 
 
-@pytest.mark.mpi(min_size=2, max_size=2)
-def test_parameters_changed_outside_steps_are_named(comm):
-    model = network()
-    optimizer = distribute(model, comm)
-
-    def clamp():
-        with torch.no_grad():
-            model[0].weight.clamp_(-0.1, 0.1)
-
-    with pytest.raises(DisagreementError, match="others changed it outside the optimizer's step"):
-        loop(model, optimizer, comm, 1 + comm.rank, after_step=clamp)
-
-
 def test_nested_contexts_are_refused():
     def alone(model):
         return distribute(model, LocalWorld(1).transports[0])
@@ -307,18 +245,6 @@ def test_nested_contexts_are_refused():
         square(two, 0, 0).backward()
         second.step()
     assert steps_of(first) == steps_of(second) == 1
-
-
-@pytest.mark.mpi(min_size=2, max_size=3)
-def test_loop_that_begins_after_backward_is_refused(comm):
-    model = network()
-    optimizer = distribute(model, comm, overlap=True)
-    train(model, optimizer, range(2), comm.rank)
-    square(model, 2, comm.rank).backward()
-    with pytest.raises(ConfigurationError, match="join: it began after backward"), optimizer.join():
-        pytest.fail("entered")
-    optimizer.step()
-    assert_replicas(model, comm)
 
 
 @pytest.mark.mpi(min_size=2, max_size=2)

@@ -6,8 +6,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from held_arrays import held_bytes
-from local_replicas import Replicas, bits, exchanges_of, loss_of, network
+from local_replicas import Replicas, bits, exchanges_of, loss_of
 from marks import slow
 from networks import Link
 from torch import nn
@@ -138,33 +137,6 @@ def test_local_muon_by_hand(size, every):
         np.testing.assert_allclose(ranks.values(), [of_rank.flat for of_rank in plain], rtol=1e-4, atol=1e-6)
 
 
-SIDE = 400
-
-
-def square():
-    torch.manual_seed(3)
-    return nn.Sequential(nn.Linear(SIDE, SIDE, bias=False))
-
-
-def loss_of_rows(model, rank, step):
-    return model(torch.full((2, SIDE), 1.0 + rank + step)).square().mean()
-
-
-@pytest.mark.slow
-def test_no_arrays_but_shared_values_bucket_and_residual():
-    """Two parts of a bucket are an owner's, and four packed ones a 32nd each: of signs, and of means, of all ranks."""
-    size, side = 4, SIDE
-    before = held_bytes()
-    ranks = ranks_of(size, square, loss_of_rows, sync_every=1, collective="two-phase")
-    for step in range(2):
-        for rank, model in enumerate(ranks.models):
-            loss_of_rows(model, rank, step).backward()
-        ranks.exchange()
-    copies = (held_bytes() - before) / (4 * side * side * size)
-    assert sum(shared.numel() for shared in ranks.optimizers[0].shared().values()) == side * side
-    assert 2 < copies < 2 + 2 / size + 4 / 32 + 0.1
-
-
 @pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch.optim.Muon is there since PyTorch 2.9")
 @pytest.mark.parametrize("shape", [(8, 5), (5, 8), (16, 16)], ids=str)
 def test_muon_has_the_bits_of_torch(shape, monkeypatch):
@@ -178,21 +150,6 @@ def test_muon_has_the_bits_of_torch(shape, monkeypatch):
         for optimizer in optimizers:
             optimizer.step()
     assert torch.equal(ours, theirs)
-
-
-@pytest.mark.usefixtures("exact_products")
-@pytest.mark.parametrize("shape", [(6, 4, 3, 3), (40, 2, 3)], ids=str)
-def test_muon_takes_convolutions_as_matrices(shape):
-    torch.manual_seed(0)
-    whole = nn.Parameter(torch.randn(shape))
-    if len(shape) == 4:
-        whole = nn.Parameter(whole.detach().to(memory_format=torch.channels_last))
-    flat = nn.Parameter(whole.detach().flatten(1).clone())
-    whole.grad = torch.randn(shape)
-    flat.grad = whole.grad.flatten(1)
-    Muon([whole]).step()
-    Muon([flat]).step()
-    torch.testing.assert_close(whole.flatten(1), flat)
 
 
 class Tied(nn.Module):
@@ -368,10 +325,3 @@ def test_ranks_choose_the_same_steps_and_bits(comm):
         assert len(set(comm.allgather((optimizer.sync_every, str(record.compressor), record.reason)))) == 1
         assert len(set(comm.allgather(bits(model)))) == 1
         assert (" local steps of " in record.reason) == (comm.size > 1)
-
-
-@pytest.mark.mpi(min_size=2)
-def test_bad_input_of_one_rank_is_an_error_on_all(comm):
-    model = network()
-    with pytest.raises(ConfigurationError, match=r"matrices has '1\.weight'"):
-        LocalMuon(model, matrices=["1.weight"] if comm.rank == comm.size - 1 else ["0.weight"], comm=comm)

@@ -43,24 +43,6 @@ def test_muon_of_shards_is_that_of_whole_matrices(comm):
         hybrid.check(most=1e-3)
 
 
-SCHEMES = {
-    "muon": {"wrap": muon, "compressor": "onebit"},
-    "signs": {"compressor": "topk", "outer": {"lr": 1.0, "sign": True}, "feedback_decay": 0.999},
-}
-
-
-@pytest.mark.parametrize("settings", SCHEMES.values(), ids=SCHEMES)
-def test_compressed_changes_leave_replicas_alike(comm, settings):
-    with shards(comm) as mesh:
-        settings = {"wrap": UpdateOptimizer, "collective": "auto"} | settings
-        hybrid = Hybrid(comm, mesh, **settings)
-        for step in range(4):
-            hybrid.backward(step)
-            hybrid.optimizer.step()
-        hybrid.optimizer.synchronize()
-        assert_alike(hybrid.model, hybrid.replicas)
-
-
 @pytest.mark.parametrize("policy", ["skip", "raise"])
 def test_changes_of_all_shards_are_kept_or_none(comm, policy):
     """A NaN in one shard of one replica: both of its ranks skip their steps, or nobody's changes are kept."""
@@ -103,19 +85,6 @@ def test_norm_for_clipping_is_of_the_whole_model(comm, order):
             clip_grad_norm_(hybrid.optimizer, 0)
         with pytest.raises(ConfigurationError, match="DistributedOptimizer is needed, got SGD"):
             clip_grad_norm_(sgd(network()), 1.0)
-
-
-def test_changes_are_of_replicas_with_batches(comm):
-    """One replica has more batches than the other, as have both of its ranks."""
-    with shards(comm) as mesh:
-        hybrid = Hybrid(comm, mesh, make=descent, wrap=UpdateOptimizer)
-        with hybrid.optimizer.join():
-            for step in range(2 + 2 * (comm.rank // 2)):
-                hybrid.backward(step)
-                hybrid.optimizer.step()
-        for step in range(4):
-            hybrid.reference.step(square, step, ranks=range(4) if step < 2 else (2, 3))
-        hybrid.check()
 
 
 def test_overflow_in_one_shard_skips_steps_of_its_replica(comm):

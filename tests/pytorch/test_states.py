@@ -34,7 +34,6 @@ def through_a_file(state):
 
 
 def kinds(state):
-    """Return the types in a state."""
     found = {type(state)}
     for key, item in state.items() if isinstance(state, dict) else enumerate(state) if isinstance(state, list) else ():
         found |= {type(key)} | kinds(item)

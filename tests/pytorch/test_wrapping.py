@@ -6,13 +6,12 @@ import io
 import pickle
 import types
 import unittest.mock
-import warnings
 import weakref
 
 import pytest
 import torch
 from marks import slow
-from replicas import assert_equal, close_at_end, distribute, network, sgd, square, train
+from replicas import assert_equal, close_at_end, distribute, network, sgd, square
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import mpicomp
@@ -97,43 +96,6 @@ def test_step_with_something_around_it_exchanges_once(way, when, closure):
     assert_equal(plain, model)
 
 
-def sequential(optimizer):
-    schedulers = torch.optim.lr_scheduler
-    return schedulers.SequentialLR(
-        optimizer, [schedulers.ConstantLR(optimizer, 0.1), schedulers.ExponentialLR(optimizer, 0.9)], [2]
-    )
-
-
-@pytest.mark.parametrize("when", ["before", "after", "both"])
-@pytest.mark.parametrize("make", [lambda o: torch.optim.lr_scheduler.OneCycleLR(o, 0.2, total_steps=20), sequential])
-def test_schedulers_work_as_on_a_plain_optimizer(make, when):
-    plain, model = network(), network()
-    reference, base = sgd(plain), sgd(model)
-    theirs, ours = [make(reference)], []
-    if when in ("before", "both"):
-        ours.append(make(base))
-    optimizer = alone(model, base, "dense")
-    if when in ("after", "both"):
-        ours.append(make(optimizer))
-    if when == "both":
-        theirs.append(make(reference))
-    with warnings.catch_warnings():
-        # What torch itself has to say of lists of schedulers.
-        warnings.filterwarnings("ignore", "The epoch parameter in `scheduler.step")
-        warnings.filterwarnings("error", ".*optimizer.step()")
-        for step in range(6):
-            for member, steps, schedulers in ((plain, reference, theirs), (model, optimizer, ours)):
-                steps.zero_grad()
-                square(member, step, 0).backward()
-                steps.step()
-                for scheduler in schedulers:
-                    scheduler.step()
-            assert optimizer.reducer.last_step.step == step
-            assert optimizer.param_groups[0]["lr"] == reference.param_groups[0]["lr"]
-    assert [vars(s).get("_step_count") for s in ours] == [vars(s).get("_step_count") for s in theirs]
-    assert_equal(plain, model)
-
-
 def test_steps_that_were_looked_up_before_exchange():
     """A profiler that puts back what it has found, a bound method, the step of the class."""
     model = network()
@@ -196,19 +158,6 @@ def test_step_after_one_that_failed_exchanges():
     fails.remove()
     optimizer.step()
     assert optimizer.reducer.last_step.step == 1
-
-
-def test_step_that_calls_its_base_class_exchanges_once():
-    class Derived(torch.optim.SGD):
-        def step(self, closure=None):
-            return super().step(closure)
-
-    model = network()
-    optimizer = alone(model, Derived(model.parameters(), lr=0.1), "dense")
-    for step in range(2):
-        square(model, step, 0).backward()
-        optimizer.step()
-        assert optimizer.reducer.last_step.step == step
 
 
 def test_closure_that_is_called_again_is_refused():
@@ -274,16 +223,6 @@ def test_optimizer_is_wrapped_once_and_again_after_close():
     assert isinstance(second, torch.optim.SGD)
 
 
-@pytest.mark.parametrize(
-    ("make", "normalises"),
-    [(torch.optim.ASGD, False), (torch.optim.AdamW, True), (type("MySGD", (torch.optim.SGD,), {}), False)],
-)
-def test_steps_of_sgd_do_not_normalise(make, normalises):
-    model = network()
-    optimizer = alone(model, make(model.parameters()))
-    assert optimizer.reducer.settings["normalises"] == normalises
-
-
 def test_dropped_optimizer_is_collected():
     model = network()
     torch.optim.lr_scheduler.StepLR(sgd(model), 10)
@@ -303,27 +242,3 @@ def test_dropped_optimizer_is_collected():
         assert not any(parameter._post_accumulate_grad_hooks for parameter in model.parameters())
         square(model, 1, 0).backward()
         model.zero_grad()
-
-
-@pytest.mark.mpi(min_size=2, max_size=3)
-def test_dropped_optimizer_leaves_no_thread(comm):
-    import threading
-
-    before = threading.active_count()
-    model = network()
-    optimizer = distribute(model, comm)
-    assert optimizer.overlaps
-    train(model, optimizer, [0], comm.rank)
-    assert threading.active_count() > before
-    watching = weakref.ref(optimizer.reducer)
-    del optimizer
-    gc.collect()
-    assert watching() is None
-    deadline = 200
-    names = [thread.name for thread in threading.enumerate()]
-    while any(name == "mpicomp progress" for name in names) and deadline:
-        deadline -= 1
-        threading.Event().wait(0.05)
-        names = [thread.name for thread in threading.enumerate()]
-    assert "mpicomp progress" not in names
-    square(model, 1, comm.rank).backward()
