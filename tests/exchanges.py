@@ -31,7 +31,6 @@ def members_of(layout, name, rank):
 
 
 def of(rank, size, dtype, turn=0):
-    """Give what a rank sends."""
     return np.random.default_rng([rank, turn]).integers(0, 40, size).astype(dtype)
 
 

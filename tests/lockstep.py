@@ -47,7 +47,6 @@ def _cut(arrived, segment):
 
 
 def dense(sent, numel, dtype=np.float64):
-    """Give what was sent as an array."""
     if isinstance(sent, Selection):
         out = np.zeros(numel, dtype)
         out[sent.indices] = sent.values

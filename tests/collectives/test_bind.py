@@ -49,11 +49,3 @@ def test_collective_on_itself_is_refused():
 def test_unknown_collective_error_names_the_nearest():
     with pytest.raises(UnknownNameError, match="'allgater'; did you mean 'allgather'"):
         bind(mpicomp.TopK(), "allgater")
-
-
-@pytest.mark.parametrize("name", mpicomp.list_compressors())
-def test_compressor_fits_the_collectives_that_bind_it(name):
-    compressor = mpicomp.get_compressor(name)
-    for collective in fitting(compressor):
-        scheme = bind(compressor, collective)
-        assert (scheme.id, scheme.compressor) == (collective, compressor)

@@ -11,7 +11,7 @@ from worlds import Ranks
 
 import mpicomp
 from mpicomp.collectives import allgather, oktopk, variants
-from mpicomp.errors import DisagreementError, MessageError, NonFiniteError
+from mpicomp.errors import DisagreementError, MessageError
 from mpicomp.mpi.rounds import observe
 from mpicomp.mpi.thread import ProgressThread
 from mpicomp.testing import pairs
@@ -50,6 +50,12 @@ def flags(message):
     message[1] |= 0x40
 
 
+def scales(message):
+    """Make the first scale of values in four bits negative."""
+    start = 24 + 8 * -(-4 * int(message[4:8].view(np.uint32)[0]) // 64)
+    message[start : start + 4].view(np.float32)[:] = -1
+
+
 def nonsense(message):
     message[:] = 0xFF
 
@@ -60,7 +66,6 @@ def gradients(ranks, step):
 
 
 def outcome_of(rounds, after=None):
-    """Return what a rank's step returns or raises."""
     try:
         return (yield from observe(rounds, after=after))
     except Exception as error:
@@ -101,7 +106,6 @@ def new_world(layout, compressor, collective, **settings):
 
 
 def begun(layout, compressor, collective):
-    """Return reducers that have two steps behind them."""
     world = new_world(layout, compressor, collective)
     for step in range(2):
         world.reduce(gradients(len(layout), step))
@@ -179,6 +183,7 @@ LED += [
     for instance in ("ring", "server")
     for inner in ("allreduce", "ring")
 ]
+FOUR_BITS = mpicomp.TopK(ratio=0.4, wire="q4", indices="plain")
 SERVER = mpicomp.LGC(**CODE, training_steps=1, instance="server")
 
 
@@ -198,6 +203,7 @@ def cases(name, layout, pairs, ranks, of_interest, damages):
         *cases("version", ONE_HOST, once(HEADED), [2], has_header, [version]),
         *cases("count", ONE_HOST, once(HEADED), [2], has_header, [count]),
         *cases("flags", ONE_HOST, once(HEADED), [0], has_header, [flags]),
+        *cases("scales", ONE_HOST, [(FOUR_BITS, "allgather")], [2], has_header, [scales]),
         *cases("each", [0] * 5, [(SELECTIONS[0], "oktopk")], range(5), has_header, [version, count, nonsense]),
         *cases(
             "rounded",
@@ -264,28 +270,6 @@ def test_message_damaged_for_all_is_undone_on_all(collective):
         assert [state[name] for state in kept(world)] == [state[name] for state in before]
     for _ in range(2):
         assert plain(world.reduce(gradients(3, 3))) == plain(expected.reduce(gradients(3, 3)))
-
-
-REMEMBERING = [
-    mpicomp.TopK(ratio=0.05),
-    mpicomp.SIDCo(),
-    mpicomp.PowerSGD(rank=1),
-    mpicomp.LGC(**CODE, training_steps=4),
-]
-
-
-@pytest.mark.parametrize("nonfinite", ["raise", "skip"])
-@pytest.mark.parametrize("compressor", REMEMBERING, ids=str)
-def test_step_undone_for_one_bucket_is_undone_for_all(compressor, nonfinite):
-    world = new_world([0, 0], compressor, "auto", nonfinite=nonfinite)
-    world.reduce(gradients(2, 0))
-    before = [state["memories"] for state in kept(world)]
-    poisoned = gradients(2, 1)
-    poisoned[1]["second"][3] = np.nan
-    with pytest.raises(NonFiniteError) if nonfinite == "raise" else nullcontext():
-        world.reduce(poisoned)
-    assert [state["memories"] for state in kept(world)] == before
-    world.reduce(gradients(2, 1))
 
 
 def reduce_with(reducer, thread, arrays):

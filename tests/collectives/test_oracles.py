@@ -133,12 +133,3 @@ def test_collective_over_mpi_has_the_bits_of_one_process(comm, compressor, colle
         if reducer.feedback:
             assert reducer.residual("w").tobytes() == world.residuals("w")[comm.rank].tobytes()
     reducer.close()
-
-
-@pytest.mark.mpi
-def test_auto_over_mpi_gives_the_same_bits_on_all_ranks(comm):
-    reducer = mpicomp.Reducer(mpicomp.OneBit(), comm=comm, policy={"warmup": 0})
-    for step in range(20):
-        mean = reducer.reduce(gradient(comm.rank, step))["w"]
-        assert len(set(comm.allgather(mean.tobytes()))) == 1
-    reducer.close()

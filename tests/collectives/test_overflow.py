@@ -171,7 +171,6 @@ ON_HOSTS = [
     for pair in ON_HOSTS
     if pair[0].message != "sparse" or pair[0].shares_positions or not pair[1].endswith(("ring", "-doubling"))
 ]
-MANY = 10  # a tenth of the largest number, rounded, makes more than it ten times
 
 
 @pytest.mark.parametrize(("ranks", "nonfinite"), [(3, "raise"), slow(4, "skip"), slow(4, "pass")])
@@ -196,13 +195,3 @@ def test_overflow_passed_on_between_hosts_stays_finite(compressor, collective):
 @pytest.mark.parametrize("compressor", ESTIMATORS, ids=str)
 def test_overflow_of_estimates_is_kept_or_undone(compressor, nonfinite):
     check(compressor, "allgather", [0, 0, 0], (60, 70), nonfinite)
-
-
-MEANS = pairs([mpicomp.TopK(ratio=1.0), mpicomp.OneBit()])
-
-
-@pytest.mark.parametrize(("compressor", "collective"), MEANS, ids=str)
-def test_mean_of_the_largest_number_is_kept_or_undone(compressor, collective):
-    world = new_world([0] * MANY, compressor, collective, "skip")
-    reduce(world, [np.zeros(70)] * MANY, (70,))
-    check_step(world, "as large as can be", [np.full(70, LARGEST) for _ in range(MANY)], "skip", (70,))
