@@ -33,7 +33,6 @@ class Reference:
         self.v = [np.zeros(numel) for _ in range(ranks)]
 
     def step(self, gradients):
-        """Give the mean, and what entered the accumulators."""
         ranks, settings = len(gradients), self.compressor
         mean, entered = 0, []
         for rank, gradient in enumerate(gradients):

@@ -163,14 +163,6 @@ def test_mstopk_runs_begin_anywhere():
     assert one != other
 
 
-def test_dgc_keeps_the_smallest_back():
-    """All large elements are at the end, where a cut in the order of indices would drop them."""
-    array = np.concatenate((np.full(4900, 1.0), np.linspace(2, 3, 100))).astype(np.float32)
-    for step in range(20):
-        indices, _ = select(DGC(ratio=0.02), array, Context(step=step))
-        assert set(indices) <= set(range(4900, 5000))
-
-
 ESTIMATORS = [
     (DGC, {}, [5e-324, 0.0001, 0.01, 1.0], [0.005, 0.03]),
     (GaussianK, {}, [5e-324, 0.01, 1.0], [0.001, 0.03]),
@@ -224,17 +216,6 @@ def test_threshold_selects_what_reaches_the_limit(dtype, limit):
         with np.errstate(over="ignore"):
             expected = np.flatnonzero((np.abs(array) >= dtype(limit)) & (array != 0))
         assert select(Threshold(limit=limit), array, context)[0].tolist() == expected.tolist()
-
-
-@pytest.mark.parametrize("name", AWKWARD)
-@dtypes
-def test_threshold_of_an_awkward_array_selects_exactly(name, dtype):
-    with np.errstate(over="ignore", under="ignore"):
-        array = AWKWARD[name].astype(dtype)
-    context = Context()
-    for _ in range(3):
-        indices, _ = select(Threshold(limit=0.5), array, context)
-        assert indices.tolist() == np.flatnonzero(~(np.abs(array) < 0.5)).tolist()
 
 
 def test_threshold_sends_what_adds_up_to_the_limit():

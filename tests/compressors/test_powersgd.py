@@ -11,7 +11,6 @@ import mpicomp
 from mpicomp.collectives import Context, bind
 from mpicomp.compressors.accumulated import TRAILER, Accumulated, Piece
 from mpicomp.compressors.powersgd import Matrix, orthogonalize, stacked
-from mpicomp.errors import ConfigurationError
 from mpicomp.mpi import LocalWorld
 
 SHAPES = {"wide": (6, 40), "b": (7,), "conv": (12, 3, 3, 3), "small": (3, 2), "s": ()}
@@ -99,23 +98,6 @@ def described(shapes):
     return list(shapes), [int(np.prod(shape)) for shape in shapes.values()], list(shapes.values())
 
 
-@pytest.mark.parametrize(
-    ("settings", "left", "right"),
-    [
-        ({"rank": 2}, 2 * (6 + 12), 2 * (40 + 27)),
-        ({"rank": 1, "layers": {"conv": 3}}, 6 * 1 + 12 * 3, 40 * 1 + 27 * 3),
-        ({"rank": 1, "min_compression_rate": 0.5, "iterations": 3}, 3 * (6 + 12), 3 * (40 + 27)),
-    ],
-)
-def test_powersgd_bytes_are_those_of_the_factors(settings, left, right):
-    rest, compressor = 7 + 6 + 1, mpicomp.PowerSGD(**settings)
-    _, (first, *_) = run(compressor, 3, 2)
-    record, rounds = first.last_step.buckets[0], 2 * compressor.iterations
-    assert record.rounds == ["allreduce"] * rounds
-    assert record.sent_bytes == 4 * (left + right + rest + 4 * rounds)
-    assert record.ratio_reached == (left + right + rest) / record.numel
-
-
 def test_powersgd_bucket_without_a_matrix_is_recorded_as_dense():
     shapes = {"b": (70,), "s": ()}
     means, (first, _) = run(mpicomp.PowerSGD(rank=1), 2, 2, make=lambda step, rank: gradients(step, rank, shapes))
@@ -125,31 +107,6 @@ def test_powersgd_bucket_without_a_matrix_is_recorded_as_dense():
     record = first.last_step.buckets[0]
     assert (record.rounds, record.ratio_reached) == (["allreduce"], 1.0)
     assert not first.residual("b").any()
-
-
-def test_powersgd_shapes_may_change_without_feedback():
-    """What is kept back is of a shape and does not fit another; without feedback any shape goes."""
-    shapes = [(20, 30), (20, 30), (30, 20), (25, 30), (500,), (20, 30)]
-
-    def make(step, rank):
-        return gradients(step, rank, {"w": shapes[step]})
-
-    with pytest.raises(ConfigurationError, match=r"the residual of 'w' has shape \(20, 30\) and cannot be kept"):
-        run(mpicomp.PowerSGD(rank=2), 2, 3, make=make)
-    world = LocalWorld(2)
-    reducers = [
-        mpicomp.Reducer(mpicomp.PowerSGD(rank=2), feedback=False, collective="low-rank", comm=end)
-        for end in world.transports
-    ]
-    for step, shape in enumerate(shapes):
-        left, right = world.run([r.rounds(make(step, rank)) for rank, r in enumerate(reducers)])
-        assert left["w"].tobytes() == right["w"].tobytes()
-        whole = np.mean([make(step, rank)["w"].astype(np.float64) for rank in range(2)], axis=0)
-        if len(shape) == 1:
-            np.testing.assert_allclose(left["w"], whole, atol=1e-6)
-        else:
-            assert np.linalg.matrix_rank(left["w"], tol=1e-4) == 2
-            assert np.linalg.norm(whole - left["w"]) < np.linalg.norm(whole)
 
 
 @pytest.mark.parametrize(("before", "after"), [(1, 3), (3, 1)])
@@ -221,18 +178,6 @@ def test_powersgd_steps_before_start_step_are_dense():
         for name, mean in means[step].items():
             np.testing.assert_allclose(mean, (gradients(step, 0)[name] + gradients(step, 1)[name]) / 2, atol=1e-6)
     assert reducers[0].residual("wide").any()
-
-
-def test_powersgd_matrix_of_low_rank_arrives_whole():
-    def make(step, rank):
-        random = np.random.default_rng(step)
-        return {"w": np.outer(random.normal(size=30), random.normal(size=50)).astype(np.float32) * (rank + 1)}
-
-    for warm in (True, False):
-        means, _ = run(mpicomp.PowerSGD(rank=2, warm_start=warm), 3, 4, make=make)
-        for step, mean in enumerate(means):
-            expected = 2 * make(step, 0)["w"]
-            np.testing.assert_allclose(mean["w"], expected, rtol=0, atol=2e-5 * np.abs(expected).max())
 
 
 def test_orthogonalize_of_any_matrix_is_orthonormal():

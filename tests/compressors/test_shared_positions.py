@@ -67,19 +67,6 @@ def test_randomk_delivers_the_mean_at_the_positions(cls, collective, scaled):
             np.testing.assert_allclose(ranks.residuals("w")[rank], residuals[rank], rtol=1e-12, atol=1e-14)
 
 
-@RANDOM
-def test_randomk_sends_no_index(cls):
-    sent = []
-    for compressor, numel in ((cls(ratio=0.25), 1000), ("dense", 250)):
-        ranks = Ranks(2, compressor)
-        for _ in range(2):
-            ranks.reduce([{"w": np.ones(numel, np.float32)}] * 2)
-        sent.append(ranks.reducers[0].last_step.buckets[0].sent_bytes)
-    assert sent[0] == sent[1]
-    assert cls(ratio=0.25).wire_bytes_per_element(4) == 1
-    assert cls(ratio=0.25, wire="bf16").wire_bytes_per_element(4) == 0.5
-
-
 def test_randomk_parts_of_the_longest_array():
     numel = 2**32 - 1
     compressor = RandomK(ratio=150_000 / numel)

@@ -4,30 +4,11 @@ import numpy as np
 import oracle
 import pytest
 from estimates import accumulated
-from worlds import Ranks
 
 from mpicomp import TopK, get_compressor
 from mpicomp.compressors.accumulated import TRAILER, Accumulated, Piece, Velocity
 from mpicomp.compressors.context import Context
 from mpicomp.errors import ConfigurationError
-
-
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
-@pytest.mark.parametrize("ratio", [0.001, 0.01, 0.3, 1.0])
-def test_topk_bound_never_changes_the_selection(dtype, ratio):
-    rng = np.random.default_rng(1)
-    context = Context()
-    residual = np.zeros(3001, dtype)
-    # Scales that jump make the bound too high, too low and right.
-    for scale in (1, 1.1, 100, 1e-6, 0, 1, 1, 1e-30):
-        gradient = (scale * rng.laplace(size=3001)).astype(dtype)
-        expected = gradient + residual
-        state = accumulated(gradient, residual, cuts=(1, 1000, 1000, 2999))
-        selection = TopK(ratio=ratio).select(state, context)
-        assert selection.indices.tolist() == oracle.largest(expected, oracle.kept(ratio, 3001))
-        np.testing.assert_array_equal(selection.values, expected[selection.indices])
-        residual = state.array().copy()
-        residual[selection.indices] = 0
 
 
 def test_topk_of_strided_and_narrow_pieces_selects_of_the_sum():
@@ -81,32 +62,6 @@ def test_topk_layers_are_part_of_the_configuration():
         TopK(layers={"a": 2})
     with pytest.raises(ConfigurationError, match="topk: layers must map names to ratios"):
         TopK(layers=0.1)
-
-
-def test_topk_layers_of_ratio_one_leave_no_residual():
-    all_ranks = Ranks(3, TopK(ratio=0.1, layers={"bias": 1.0}))
-    rng = np.random.default_rng(5)
-    for _ in range(3):
-        gradients = [
-            {"weight": rng.normal(size=(20, 10)).astype(np.float32), "bias": rng.normal(size=10).astype(np.float32)}
-            for _ in range(3)
-        ]
-        means = all_ranks.reduce(gradients)
-        exact = np.mean([gradient["bias"] for gradient in gradients], axis=0)
-        np.testing.assert_allclose(means[0]["bias"], exact, rtol=1e-5, atol=1e-7)
-        assert not all_ranks.residual_sum("bias").any()
-        assert all_ranks.reducers[0].last_step.buckets[0].ratio_reached == 30 / 210
-
-
-@pytest.mark.parametrize("threads", [2, 3])
-def test_topk_threads_select_the_same(threads):
-    array = np.random.default_rng(6).laplace(size=300_000).astype(np.float32)
-    context, expected = Context(), oracle.kept(0.001, array.size)
-    order = np.sort(np.argsort(-np.abs(array), kind="stable")[:expected])
-    for _ in range(3):
-        state = accumulated(array)
-        state.threads = threads
-        assert TopK(ratio=0.001).select(state, context).indices.tolist() == order.tolist()
 
 
 PIECES = (7, 1, 20)
