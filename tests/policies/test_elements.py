@@ -3,10 +3,7 @@
 import json
 
 import numpy as np
-import oracle
 import pytest
-from networks import Link
-from worlds import Ranks
 
 import mpicomp
 from mpicomp.policies.convergence_penalty import ElementStatistics, ElementSurvey
@@ -56,17 +53,6 @@ def test_scales_and_signal(signal):
     assert elements.signal == pytest.approx(signal, rel=0.1)
 
 
-def test_what_ranks_have_of_their_own_is_signal():
-    """Ranks whose data are of different kinds: each has a mean of its own, and no noise."""
-    elements, surveys = ElementStatistics(NUMEL), [ElementSurvey((NUMEL,)) for _ in range(RANKS)]
-    gradients = [np.random.default_rng(rank).standard_normal(NUMEL).astype(np.float32) for rank in range(RANKS)]
-    for step in range(20):
-        elements.observe(
-            np.array([survey.measure(a, None, (NUMEL,), step) for survey, a in zip(surveys, gradients, strict=True)])
-        )
-    assert elements.signal > 0.9
-
-
 def test_gradients_that_alternate_are_signal():
     """As at the edge of stability: successive gradients point against each other."""
     elements, survey = ElementStatistics(NUMEL), ElementSurvey((NUMEL,))
@@ -88,42 +74,6 @@ def test_a_part_stands_for_a_large_bucket():
     assert some == pytest.approx(small.selection_penalties(np.array([0.05]), RANKS, 1000)[0][0], abs=0.02)
 
 
-def test_small_parameters_count_as_much_and_inactive_ones_by_their_active_elements():
-    """Two dense layers, one with gradients a hundredth of the other's, and an embedding of which a tenth is active."""
-    sizes, random = (2000, 2000, 12_000), np.random.default_rng(5)
-    owner = np.repeat(np.arange(3), sizes)
-    survey = ElementSurvey(sizes)
-    for step in range(30):
-        gradient = random.standard_normal(owner.size) + 0.5
-        gradient[owner == 1] /= 100
-        gradient[owner == 2] *= 10 * (random.random(sizes[2]) < 0.1)
-        survey.measure(gradient.astype(np.float32), None, sizes, step)
-    dense, small, embedding = np.bincount(owner, survey._importance())
-    assert dense == pytest.approx(2000, rel=0.05)
-    assert small == pytest.approx(dense, rel=0.05)
-    assert 0.1 * sizes[2] < embedding < 0.2 * sizes[2]  # some surveys cannot tell one step of nineteen from one of ten
-
-
-def test_what_quantisers_send():
-    quantisers = [mpicomp.OneBit(block=64), mpicomp.QSGD(rounding="nearest")]
-    scales, sent, whole = np.tile(np.repeat([1.0, 0.1], 256), 8), 0.0, 0.0
-    elements = learned(0.1, scales, 40, quantisers)
-    residuals = [np.zeros(scales.size) for _ in range(RANKS)]
-    for rank, residual in enumerate(residuals):
-        for gradient in gradients(0.1, 40, scales, rank):
-            residual += gradient
-            signs = oracle.scaled_signs(residual, 64)
-            residual -= signs
-            sent, whole = sent + (signs**2).sum(), whole + (gradient.astype(float) ** 2).sum()
-    measured = elements._sums[5:7].sum(axis=1) / elements._sums[4].sum()
-    assert measured[0] == pytest.approx(sent / whole, rel=0.1)
-    left = sum((residual**2).sum() for residual in residuals) / (whole / 40)
-    assert measured[1] == pytest.approx(left, rel=0.3)  # a mean over the last looks
-    signs, bits = (elements.quantiser_penalty(place, RANKS, 100) for place in range(2))
-    assert 0 <= bits < 0.1
-    assert bits + 0.01 < signs < 0.7
-
-
 def test_few_bits_suit_an_optimizer_that_does_not_normalise():
     """What waits with two bits is at most a step or so; Adam also divides by the root of the larger mean square."""
     quantisers = mpicomp.QSGD.suggested(normalises=False)
@@ -139,25 +89,6 @@ def test_few_bits_suit_an_optimizer_that_does_not_normalise():
     assert max(sgd) < 0.05
 
 
-def test_neighbours_share_a_grid_as_in_an_exchange():
-    """Rows of very different scales lose what they lose by themselves, though the sample has some of each."""
-    scales = np.tile(np.repeat([1.0, 0.1], 128), 400)
-    elements = learned(0.1, scales, 40, [mpicomp.QSGD(rounding="nearest")])
-    left, whole = 0.0, 0.0
-    for rank in range(RANKS):
-        residual = np.zeros(scales.size, np.float32)
-        for gradient in gradients(0.1, 40, scales, rank):
-            whole += np.square(gradient, dtype=float).reshape(-1, 2, 128).sum(axis=(0, 2)) / 40
-            rows = (residual + gradient).reshape(-1, 128)
-            steps = abs(rows).max(axis=1, keepdims=True) / 7
-            residual = (rows - steps * np.rint(rows / steps)).reshape(-1)
-        left += np.square(residual, dtype=float).reshape(-1, 2, 128).sum(axis=(0, 2))
-    sums, is_large = elements._sums[:, elements._sums[2] > 0], elements.classes().scales > 0.45
-    for kind, part in enumerate((is_large, ~is_large)):
-        gradient, _, waiting = sums[4:, part].sum(axis=1)
-        assert waiting / gradient == pytest.approx((left / whole)[kind], rel=0.2)
-
-
 def test_what_is_not_finite_or_too_large_teaches_nothing():
     survey, elements = ElementSurvey((300,)), ElementStatistics(300)
     for bad in (np.nan, np.inf, 3e38):
@@ -170,14 +101,6 @@ def test_what_is_not_finite_or_too_large_teaches_nothing():
     assert not elements.known
 
 
-@pytest.mark.parametrize("compressor", [None, "topk"])
-def test_empty_arrays_are_reduced(compressor):
-    ranks = Ranks(2, compressor, network=Link(1e-5, 1e8), bucket_bytes=4)
-    for _ in range(15):
-        gradients = [{"none": np.zeros(0, np.float32), "some": np.ones(300, np.float32)} for _ in range(2)]
-        assert ranks.reduce(gradients)[0]["none"].size == 0
-
-
 @pytest.mark.parametrize("numel", [0, 300])
 def test_elements_that_are_zero_or_none_cost_nothing(numel):
     survey, elements = ElementSurvey((numel,), [mpicomp.OneBit()]), ElementStatistics(numel, 1)
@@ -187,19 +110,6 @@ def test_elements_that_are_zero_or_none_cost_nothing(numel):
     assert elements.is_zero
     assert elements.quantiser_penalty(0, RANKS, 100) == 0
     assert not np.any(elements.selection_penalties(np.array([0.1, 0.01]), RANKS, 100))
-
-
-def test_gradients_that_become_smaller():
-    survey, fixed = ElementSurvey((NUMEL,)), ElementSurvey((NUMEL,))
-    falling, steady = ElementStatistics(NUMEL), ElementStatistics(NUMEL)
-    for step, gradient in enumerate(gradients(0.2, 100, np.repeat([1.0, 0.2], NUMEL // 2))):
-        small = gradient * np.float32(0.97**step)
-        falling.observe(survey.measure(small, None, (NUMEL,), step)[None])
-        steady.observe(fixed.measure(gradient, None, (NUMEL,), step)[None])
-    ratios = np.array([0.1, 0.01])
-    np.testing.assert_allclose(
-        falling.selection_penalties(ratios, 4, 1e3)[0], steady.selection_penalties(ratios, 4, 1e3)[0], atol=0.05
-    )
 
 
 @pytest.mark.parametrize(
@@ -214,16 +124,6 @@ def test_signal_jumps_by_more_than_noise_and_a_factor(numel, signal, jumps):
         pairs = zip(surveys, of_ranks, strict=True)
         measured = np.array([survey.measure(entry[step], None, (numel,), step) for survey, entry in pairs])
         assert elements.jump(measured) == (jumps if step == 1 else 0)
-
-
-@pytest.mark.parametrize("scale", [1e-18, 1.0, 1e16])
-def test_elements_of_any_scale_have_the_same_penalty(scale):
-    one = learned(0.1, np.full(NUMEL, scale), 20)
-    unit = learned(0.1, np.ones(NUMEL), 20)
-    ratio = np.array([0.1])
-    np.testing.assert_allclose(
-        one.selection_penalties(ratio, RANKS, 100), unit.selection_penalties(ratio, RANKS, 100), atol=0.02
-    )
 
 
 def test_what_is_known_survives():

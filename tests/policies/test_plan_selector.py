@@ -66,21 +66,6 @@ def test_it_runs_the_fastest_plan(size, link):
     assert spent.mean() <= 1.06 * least  # what is explored now and then is counted in
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("compressor", [mpicomp.TopK(ratio=0.01), mpicomp.SIDCo(ratio=0.01)])
-def test_named_compressor_is_not_carried_in_part(compressor):
-    link = Link(1e-4, 50e6)
-    seconds = fixed(8, link, numel=100_000, compressor=compressor, whole=False)
-    partial = [seconds.pop(name) for name in list(seconds) if name.startswith(PARTIAL)]
-    assert min(partial) < 0.7 * min(seconds.values())  # seconds alone speak for those
-    ranks = Ranks(8, link, compressor, numel=100_000)
-    alone = Ranks(8, link, compressor, "allgather", numel=100_000)
-    ran = [ranks.step() for _ in range(20)]
-    kept = [alone.step() for _ in range(20)]
-    assert {name for name, _, bucket in ran if bucket.compressor["id"] == compressor.id} == {"allgather"}
-    assert [bucket.gain for _, _, bucket in ran] == pytest.approx([bucket.gain for _, _, bucket in kept])
-
-
 @pytest.mark.parametrize("name", ["star-topk:ring", "oktopk", "var-topk:ring"])
 def test_what_leaves_something_out_runs_where_it_is_named(name):
     ranks = Ranks(4, LINKS["slow"], mpicomp.TopK(ratio=0.01), name)
@@ -196,26 +181,6 @@ def test_predictions_come_before_the_step_and_are_right():
         _, seconds, bucket = ranks.step()
         assert bucket.predicted_s == pytest.approx(seconds, rel=0.05)
         assert bucket.predicted_s == pytest.approx(sum(bucket.predicted_phases_s.values()))
-
-
-def blocking_rounds(record):
-    logs = [record.overhead, *(done.log for done in record.exchanges)]
-    return [entry for log in logs for entry in log if entry.sends and not entry.task.background]
-
-
-def test_no_blocking_round_is_added_in_the_steady_state():
-    ranks = Ranks(4, LINKS["slow"], mpicomp.TopK(ratio=0.01))
-    for _ in range(150):
-        ranks.step()
-    taken = [ranks.step() for _ in range(20)]
-    assert any(name != "oktopk" for name, _, _ in taken)
-    for _ in range(20):
-        name, _, bucket = ranks.step()
-        if name == "oktopk":  # which has more rounds in some steps
-            continue
-        compressor = mpicomp.get_compressor(bucket.compressor)
-        rounds = bind(compressor, name).rounds(ranks.numel, np.dtype(np.float32), ranks.world.transports[0].group)
-        assert len(blocking_rounds(ranks.reducers[0].last_step)) == len(rounds)
 
 
 def test_selector_reports_longer_than_a_step_delay_none():

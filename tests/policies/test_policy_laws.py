@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from marks import slow
-from worlds import CheckedRanks, Ranks
+from worlds import CheckedRanks
 
 import mpicomp
 from mpicomp.collectives import fitting
@@ -102,28 +102,6 @@ def test_policy_undone_step_does_not_count(policy, key, expected):
     for other in (good, bad, good, good):
         world.run([reducer.rounds(gradient) for reducer, gradient in zip(reducers, (good, other), strict=True)])
     assert reducers[0].policy.state_dict()[key] == expected
-
-
-ACCORDION = {"policy": {"id": "accordion", "every": 1}}
-RAMP = {"policy": {"id": "schedule", "begin": 0.5, "end": 0.25, "steps": 1}}
-
-
-@pytest.mark.parametrize(
-    ("compressor", "settings", "first", "last"),
-    [
-        ("topk", ACCORDION, "accordion: gradients of 0 of 2", "accordion: gradients of 2 of 2 layers change little"),
-        ("sidco", ACCORDION, "accordion: its gradient changes much, or may", "accordion: its gradient changes little"),
-        ("topk", RAMP, "schedule: ratio 0.5, step 0 of the ramp", "schedule: ratio 0.25, the end of the ramp"),
-        ("topk", {"warmup": 4}, "warm-up: step 1 of 4;", "warm-up: step 4 of 4;"),
-    ],
-)
-def test_policy_reason_is_that_of_the_step(compressor, settings, first, last):
-    ranks, reasons = Ranks(2, compressor, feedback=False, **settings), []
-    for _ in range(4):
-        ranks.reduce([{name: np.arange(1, 1001, dtype=np.float32) for name in "ab"}] * 2)
-        reasons.append(ranks.reducers[0].last_step.buckets[0].reason)
-    assert reasons[0].startswith(first)
-    assert reasons[-1].startswith(last)
 
 
 POLICIES = {

@@ -5,7 +5,6 @@ import pytest
 from worlds import Ranks
 
 import mpicomp
-from mpicomp.policies import Schedule
 
 
 def run(settings, steps, compressor=None, numel=1000, size=1):
@@ -56,18 +55,6 @@ def test_varco(slope, first, last):
     factors = first - slope * np.arange(total) * (first - last) / (total - 2)
     assert 1 / np.array(requested) == pytest.approx(np.clip(factors, *sorted((first, last))))
     assert requested[-1] == 1 / last
-
-
-@pytest.mark.parametrize("shape", ["linear", "exponential", "step", "varco"])
-@pytest.mark.parametrize(("begin", "end"), [(1.0, 1e-6), (1e-4, 0.3), (0.1, 0.1), (0.02, 0.01)])
-def test_seconds_are_predicted_for_few_ratios(shape, begin, end):
-    policy = Schedule(begin, end, 10, shape)
-    mpicomp.Reducer(mpicomp.TopK(), policy=policy, comm=Ranks(1).world.transports[0])
-    ratios = [level.ratio for level in policy.levels()]
-    assert 1 <= len(ratios) <= 33
-    assert ratios == sorted(set(ratios))
-    assert ratios[0] == pytest.approx(min(begin, end))
-    assert ratios[-1] == pytest.approx(max(begin, end))
 
 
 @pytest.mark.parametrize("compressor", [mpicomp.SIDCo(), mpicomp.RandomK(), mpicomp.TopK(wire="bf16")], ids=str)

@@ -151,18 +151,6 @@ def test_named_collective_carries_dense_steps_if_it_can(collective):
     assert plans == [collective if collective in ("ring", "hierarchical") else "allreduce", collective]
 
 
-def test_steps_that_are_undone_do_not_count():
-    ranks = Ranks(2, TOPK, warmup=2, nonfinite="skip")
-    dense = []
-    for step in range(5):
-        given = gradients(2, step)
-        if step == 1:
-            given[1]["w"][3] = np.nan
-        ranks.reduce(given)
-        dense.append(all(is_dense(ranks)))
-    assert dense == [True, True, True, False, False]
-
-
 @pytest.mark.parametrize("warmup", [4, "ramp:8"])
 @pytest.mark.parametrize("policy", [None, {"id": "schedule", "begin": 0.5, "end": 0.1, "steps": 3}], ids=str)
 @pytest.mark.parametrize("saved", [2, 8, 10])
@@ -178,25 +166,6 @@ def test_it_resumes_where_it_was(warmup, policy, saved):
     again, the_same = run(resumed, 6, saved)
     assert again == dense
     np.testing.assert_array_equal(means, the_same)
-
-
-@pytest.mark.parametrize("warmups", [(0, 5), (5, 0)])
-def test_a_run_that_began_or_goes_on_without_it_is_resumed_without_it(warmups):
-    before, resumed = (
-        Ranks(2, TOPK, policy={"id": "schedule", "begin": 0.5, "end": 0.1, "steps": 3}, warmup=warmup)
-        for warmup in warmups
-    )
-    run(before, 2)
-    for reducer, item in zip(resumed.reducers, before.reducers, strict=True):
-        reducer.load_state_dict(item.state_dict())
-    assert run(resumed, 2)[0] == [False, False]
-
-
-@pytest.mark.parametrize(("saved", "expected"), [(1, [True, True, False]), (4, [False] * 3)])
-def test_arrays_that_come_later_are_treated_like_the_others(saved, expected):
-    ranks = Ranks(2, TOPK, warmup=3)
-    run(ranks, saved)
-    assert run(ranks, 3, saved, names=("w", "v"))[0] == expected
 
 
 def test_one_policy_object_serves_one_reducer():

@@ -28,17 +28,6 @@ def test_few_of_much_signal(caplog, collective):
     assert int(re.search(r"\(step (\d+)\)", words)[1]) < 50
 
 
-@pytest.mark.parametrize("normalises", [True, False])
-def test_warning_names_bursts_if_the_optimizer_normalises(caplog, normalises):
-    [words] = said(caplog, mpicomp.TopK(ratio=0.002), normalises=normalises)
-    assert ("in bursts" in words) == normalises
-
-
-def test_it_is_said_by_step_50_after_a_warm_up(caplog):
-    [words] = said(caplog, mpicomp.TopK(ratio=0.002), warmup=20)
-    assert "fall behind" in words
-
-
 @pytest.mark.parametrize(
     "compressor",
     [mpicomp.TopK(ratio=0.9), mpicomp.QSGD(rounding="nearest"), mpicomp.Dense(), mpicomp.Dense(wire="bf16")],
