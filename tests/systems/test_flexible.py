@@ -1,7 +1,5 @@
 """Flexible communication under a simulated network; its choices against every option there is."""
 
-import itertools
-
 import numpy as np
 import pytest
 from marks import slow
@@ -9,8 +7,6 @@ from networks import Link
 from worlds import CheckedRanks
 
 import mpicomp
-from mpicomp.collectives import bind, variants
-from mpicomp.mpi.rounds import layout_groups
 from mpicomp.systems import flexible
 from mpicomp.systems.flexible import Option, candidates
 
@@ -18,7 +14,6 @@ SHAPES = {"conv": (40, 50, 5), "bias": (17,), "fc": (300, 100)}
 
 
 def gradients(step, rank, alike=0.0):
-    """Laplace noise, of which ranks share a part."""
     local, common = np.random.default_rng((step, rank)), np.random.default_rng((step, 1000))
     return {
         name: (alike * common.laplace(size=shape) + (1 - alike) * local.laplace(size=shape)).astype(np.float32)
@@ -73,7 +68,6 @@ def scores(objectives, choice):
 
 
 def run_of(bucket):
-    """Give the option that a record tells of."""
     if bucket.compressor["id"] == "dense":
         return Option(1.0, "dense")
     return Option(bucket.ratio, bucket.collective.partition(":")[0])
@@ -123,51 +117,6 @@ def test_gains_are_those_of_the_accumulated_gradients(size):
     assert [option.ratio for option in ranks.policy.options] == ratios
 
 
-@pytest.mark.parametrize("size", [slow(2), 4])
-@pytest.mark.parametrize("link", ["slow", slow("far"), slow("middle")])
-def test_seconds_are_those_in_which_the_last_message_arrives(size, link):
-    """By the network's own account of every message, of the fastest of an option's collectives in each bucket.
-
-    Of a network with one algorithm for each operation: where short messages take one with fewer messages, the model
-    says up to 1.75 times what they take.
-    """
-    link = Link(LINKS[link].latency, LINKS[link].bits, small=0)
-    ranks = Ranks(size, link, bucket_bytes=40_001)
-    for _ in range(3):
-        ranks.step()
-    groups = [layout_groups(range(size), rank)[0] for rank in range(size)]
-
-    def followed(compressor, collective, numel):
-        scheme = bind(compressor, collective)
-        of_ranks = zip(*(scheme.rounds(numel, np.dtype(np.float32), group) for group in groups), strict=True)
-        return sum(max(map(link, tasks, groups)) for tasks in of_ranks)
-
-    objectives = ranks.policy.objectives()
-    assert len(objectives) == 16  # five ratios by three kinds, and dense
-    for option, (seconds, _) in zip(ranks.policy.options, objectives, strict=True):
-        compressor = mpicomp.Dense() if option.kind == "dense" else mpicomp.TopK(ratio=option.ratio)
-        names = [
-            name
-            for name in variants(compressor)
-            if option.kind in ("dense", name.partition(":")[0]) and "hierarchical" not in name
-        ]
-        assert names
-        least = sum(min(followed(compressor, name, numel) for name in names) for numel in (10_017, 30_000))
-        assert seconds == pytest.approx(least, rel=0.12)
-
-
-def test_all_buckets_have_the_same_ratio_and_kind():
-    ranks = Ranks(4, Link(1e-5, 20e6), bucket_bytes=40_001, every=10)
-    for step in range(40):
-        buckets = ranks.step()
-        assert len(buckets) == 2
-        assert len({run_of(bucket) for bucket in buckets}) == 1
-        if step >= 2:
-            assert buckets[0].reason.startswith("flexible: ratio ")
-        else:
-            assert run_of(buckets[0]).kind == "dense"
-
-
 @pytest.mark.parametrize("size", [3, slow(6)])
 def test_a_change_of_the_network_is_followed_within_ten_steps(size):
     link = Link(1e-3, 500e6)
@@ -209,16 +158,6 @@ def test_a_change_of_the_gain_has_it_measured_anew():
     for _ in range(20):
         ranks.step(few)
     assert len(ranks.choices) > settled
-
-
-def test_it_is_measured_anew_after_some_steps_in_any_case():
-    ranks = Ranks(2, None, every=10, gain_threshold=1e6)
-    for _ in range(50):
-        ranks.step()
-    steps = [step for step, _, _ in ranks.choices]
-    assert steps[0] == 1
-    assert len(steps) >= 4
-    assert all(9 <= later - earlier <= 12 for earlier, later in itertools.pairwise(steps))
 
 
 @pytest.mark.parametrize("collective", ["star-topk:ring", "var-topk:ring"])
@@ -279,17 +218,14 @@ def test_what_nsga_finds_is_near(choice):
             assert found[ranks.policy.options.index(current)] <= min(found) + 0.05
 
 
-@pytest.mark.parametrize(
-    "compressor", [mpicomp.SIDCo(ratio=0.01), mpicomp.RandomK(ratio=0.01), mpicomp.TopK(wire="bf16")]
-)
-def test_other_compressors(compressor):
-    ranks = Ranks(3, Link(1e-5, 20e6), compressor, every=10)
+def test_ratios_of_another_compressor_are_chosen():
+    ranks = Ranks(3, Link(1e-5, 20e6), mpicomp.RandomK(ratio=0.01), every=10)
     for _ in range(30):
         [bucket] = ranks.step()
     assert len(ranks.choices) >= 2
     for _, objectives, current in ranks.choices:
         assert nothing_beats(objectives, ranks.policy.options.index(current))
-    assert bucket.compressor["id"] in (compressor.id, "dense")
+    assert bucket.compressor["id"] in ("randomk", "dense")
 
 
 def test_the_front_is_what_nothing_dominates_and_choices_are_those_of_the_formulas():
@@ -305,18 +241,3 @@ def test_the_front_is_what_nothing_dominates_and_choices_are_those_of_the_formul
             found = scores(rows, choice)
             assert on_front == len(front)
             assert found[place] == pytest.approx(min(found), abs=1e-12)
-
-
-def test_nsga_finds_the_front_of_a_known_problem():
-    pytest.importorskip("pymoo")
-
-    def schaffer(variables):
-        return np.stack((variables[:, 0] ** 2, (variables[:, 0] - 2) ** 2 + variables[:, 1]), axis=1)
-
-    before = np.random.get_state()[1].copy()  # noqa: NPY002, a user's own state
-    found = flexible.evolve(schaffer, [-3.0, 0.0], [5.0, 1.0])
-    np.testing.assert_array_equal(np.random.get_state()[1], before)  # noqa: NPY002
-    assert (found[:, 0].min(), found[:, 0].max()) == pytest.approx((0, 2), abs=0.1)
-    # On the front sqrt(f1) + sqrt(f2) = 2.
-    assert np.abs(np.sqrt(schaffer(found)).sum(axis=1) - 2).mean() < 0.1
-    np.testing.assert_array_equal(flexible.evolve(schaffer, [-3.0, 0.0], [5.0, 1.0]), found)

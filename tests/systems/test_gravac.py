@@ -342,14 +342,6 @@ def test_without_seconds_all_candidates_are_tried():
     assert state["throughputs"] == [[]] * 5
 
 
-def test_the_average_of_gains_is_over_ranks_in_hundredths():
-    ranks = Ranks(3, mpicomp.TopK(), policy={"id": "gravac", "least": 0.1}, **FIXED)
-    for entry in (EVEN, levels([(0.1, 0.96)]), EVEN):
-        ranks.reduce([entry[0]] * 3)
-    [gain] = ranks.reducers[0].policy.state_dict()["gains"]  # of two steps
-    assert gain == pytest.approx(0.97 * 0.1 + 0.03 * 0.96, abs=1e-3)
-
-
 def test_a_random_choice_gains_its_ratio():
     ranks = Ranks(2, mpicomp.RandomK(), policy={"id": "gravac", "least": 0.2, "most": 0.8, "epsilon": 0.3}, **FIXED)
     for _ in range(3):
