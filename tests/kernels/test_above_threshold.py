@@ -18,7 +18,6 @@ def laplace(size, dtype, threshold=None):
 
 
 def check(kernels, found, array, threshold):
-    """Compare with sums in float64, element by element."""
     limit = float(array.dtype.type(threshold))
     above = [abs(float(value)) - limit for value in kernels.seen(array) if abs(float(value)) > limit]
     precision = 1e-5 if array.dtype == np.float32 and not kernels.on_gpu else 1e-12

@@ -18,7 +18,6 @@ def pair(size, dtype):
 
 
 def check(kernels, moments, array):
-    """Compare with sums in float64, element by element."""
     magnitudes = [abs(float(value)) for value in kernels.seen(array)]
     precision = 1e-6 if array.dtype == np.float32 and not kernels.on_gpu else 1e-12
     assert moments.nonzero == sum(value != 0 for value in magnitudes)

@@ -162,22 +162,6 @@ def test_a_process_waits_for_a_while_for_one_that_compiles(tmp_path, monkeypatch
     assert [run(tmp_path), run(tmp_path)] == ["compiled", "loaded"]  # a process that was killed holds none up
 
 
-ORDERED = """
-import sys
-import numpy as np
-from mpicomp.kernels import cpu
-from mpicomp.kernels.cpu import scatter, select
-
-x, index, out = np.ones(9, np.float32), np.arange(3, dtype=np.uint32), np.empty(3, np.float32)
-calls = [lambda: cpu.kth_magnitude(x, 2), lambda: cpu.gather(x, index, out), lambda: cpu.accumulate(x, x, x.copy())]
-for call in calls[:: int(sys.argv[1])]:
-    call()
-functions = [select._kth_magnitude, scatter._gather, scatter._in_range]
-stats = [function.stats for function in [*functions, sys.modules[cpu.accumulate.__module__]._accumulate]]
-print(*(sum(sum(getattr(one, kind).values()) for one in stats) for kind in ("cache_misses", "cache_hits")))
-"""
-
-
 def start(tmp_path, code, *arguments, prefix=()):
     environ = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path / "real")}
     command = [*prefix, sys.executable, "-c", code, *arguments]
@@ -188,20 +172,6 @@ def printed(process):
     out, err = process.communicate(timeout=100)
     assert process.returncode == 0, err
     return out.splitlines()
-
-
-def test_processes_in_different_orders_compile_each_kernel_once(tmp_path):
-    """They start at the same time: each waits for what the other is compiling."""
-    counts = [printed(process) for process in [start(tmp_path, ORDERED, order) for order in ("1", "-1")]]
-    assert sum(int(line[0].split()[0]) for line in counts) == 4
-
-
-@pytest.mark.slow
-def test_a_full_disk_costs_time_alone(tmp_path):
-    # No file may grow, which is how a full disk looks to those that write.
-    limited = ["sh", "-c", 'ulimit -f 0; exec "$@"', "sh"]
-    assert printed(start(tmp_path, ORDERED, "1", prefix=limited)) == ["4 0"]
-    assert not files(tmp_path / "real")
 
 
 LOADED = """
@@ -225,20 +195,6 @@ def test_a_process_that_only_loads_leaves_the_compiler_alone(tmp_path):
     bits = str(np.float32(4).view(np.uint32))
     assert first == [bits, "['numba.np.linalg', 'numba.typed.typeddict', 'scipy.linalg']", bits, "85.0"]
     assert second == [bits, "[]", bits, "85.0"]
-
-
-def test_a_kernel_compiles_only_the_signatures_that_run(tmp_path):
-    """Of functions that a sweep calls each is compiled once: none for a branch that is not taken, nor for a literal."""
-    code = """if True:
-        import numpy as np
-        from mpicomp.kernels import cpu
-        from mpicomp.kernels.cpu.accumulate import _add
-        from mpicomp.kernels.cpu.above_threshold import append_reaching
-
-        x, index, bits = np.ones(3000, np.float32), np.empty(9, np.uint32), np.empty(9, np.uint32)
-        cpu.accumulate_candidates(x, x, np.empty_like(x), 1, 0, index, bits, 0)
-        print(*(len(function.signatures) for function in (_add, append_reaching)))"""
-    assert printed(start(tmp_path, code)) == ["1 1"]
 
 
 @exact

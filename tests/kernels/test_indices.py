@@ -46,14 +46,12 @@ def encode(kernels, indices, numel):
 
 
 def decode(kernels, code, count, numel):
-    """Decode; None where the code was refused."""
     out = np.full(count, 0xA5A5A5A5, np.uint32)
     accepted = kernels.decode_indices(np.frombuffer(code, np.uint8), count, numel, out)
     return out.tolist() if accepted else None
 
 
 def chosen(count, numel, kind="spread"):
-    """Ascending indices: anywhere, or all at one end."""
     if kind == "low" or count == numel:
         return np.arange(count).astype(np.uint32)
     if kind == "high":

@@ -12,7 +12,6 @@ MERGES = ["merge_add", "merge_subtract", "intersect"]
 
 
 def slowly(name, first, first_values, second, second_values):
-    """Merge element by element."""
     left = dict(zip(first.tolist(), first_values, strict=True))
     right = dict(zip(second.tolist(), second_values, strict=True))
     if name == "intersect":

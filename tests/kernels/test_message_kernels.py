@@ -75,19 +75,6 @@ def test_a_header_of_nonfinite_values(kernels, bad):
     np.testing.assert_array_equal(message[8:].view(np.float64), [bad, np.nan])
 
 
-def test_a_header_keeps_a_bit_that_is_set(kernels):
-    message = np.empty(24, np.uint8)
-    for finite in (True, False):
-        kernels.write_header(message, 256 + 5, finite, 1.0, 1.0, 0.0)
-        assert message[:8].view(np.uint64)[0] == 256 + 5
-
-
-def test_a_header_of_numbers_of_other_types(gpu_kernels):
-    message = np.zeros(24, np.uint8)
-    gpu_kernels.write_header(message, 0, np.int64(0), 2.0, 1, np.float32(0.5))
-    assert struct.unpack("<Qdd", message.tobytes()) == (256, 2.0, 1.5)
-
-
 @pytest.mark.parametrize("on_device", [False, True])
 @pytest.mark.parametrize("numbers", [(True, False, 1e300, 0.1), (False, True, np.nan, -np.inf), (True, True, 0.0, 3.5)])
 def test_a_tail_is_numbers(kernels, dtype, on_device, numbers):
@@ -172,19 +159,6 @@ def test_a_sum_subtracts_a_selection_from_another_array(place, dtype, sent):
     expected[chosen] -= left[chosen] / 2
     np.testing.assert_array_equal(there[2].get(), expected)
     np.testing.assert_array_equal(there[1].get(), added(selections, 0.5, out))
-
-
-@pytest.mark.parametrize("counts", [(40, 40, 40), (40, 3, 0)])
-def test_sums_of_selections_with_separate_indices(kernels, counts):
-    rng = np.random.default_rng(0)
-    chosen = [np.sort(rng.choice(50, count, replace=False)).astype(np.uint32) for count in counts]
-    values = [rng.normal(size=count).astype(np.float32) for count in counts]
-    out = rng.normal(size=50).astype(np.float32)
-    expected = added(list(zip(chosen, values, strict=True)), 0.3, out)
-    at = [4 * int(start) for start in [0, *np.cumsum(counts)[:-1]]]
-    messages, indices = np.concatenate(values).view(np.uint8), np.concatenate(chosen)
-    assert kernels.sparse_add(messages, at, indices, at, counts, "float32", np.float64(0.3), out)
-    np.testing.assert_array_equal(out, expected)
 
 
 def test_sums_of_zeros_and_nonfinite_values(kernels):

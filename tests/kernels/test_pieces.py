@@ -27,7 +27,6 @@ def widened(piece, dtype):
 
 
 def slowly(pieces, dtype, scale):
-    """Concatenate by NumPy."""
     whole = np.concatenate([np.empty(0, dtype), *(widened(piece, dtype) for piece in pieces)])
     with np.errstate(all="ignore"):
         return whole if scale == 1 else dtype(scale) * whole

@@ -2,9 +2,6 @@ import numpy as np
 import oracle
 import pytest
 from device.kinds import with_specials
-from hypothesis import example, given
-from hypothesis import strategies as st
-from hypothesis.extra import numpy as arrays
 from mpicomp.kernels import cpu, gpu
 
 BITS = [2, 4, 8]
@@ -85,7 +82,6 @@ def test_quadratic_levels_in_place(kernels, dtype, bits):
 
 
 def awkward(dtype):
-    """Blocks that quantisers stumble over: one each."""
     tiny, largest = float(np.finfo(dtype).smallest_subnormal), float(np.finfo(dtype).max)
     few = np.arange(256)
     return {
@@ -122,28 +118,6 @@ def test_no_awkward_block_loses_more_than_it_has(kernels, dtype, name, bits):
     assert all(lost <= energy for energy, lost in energies(array, sent))
     if name in ("zeros", "equal", "one element", "largest float32", "one that is not zero"):
         np.testing.assert_allclose(sent, array, rtol=3e-7)
-    back = np.empty_like(array)
-    assert kernels.unpack_quadratic(out, [0], [array.size], bits, back)
-    assert back.tobytes() == sent.tobytes()
-
-
-blocks = st.sampled_from([np.float32, np.float64]).flatmap(
-    lambda dtype: arrays.arrays(
-        dtype,
-        st.integers(0, 300),
-        elements=st.floats(width=8 * np.dtype(dtype).itemsize, allow_nan=False, allow_infinity=False),
-    )
-)
-
-
-@given(array=blocks, bits=st.sampled_from(BITS))
-@example(array=np.array([1, 1e-30, 0, 0, 5e-39], np.float32), bits=2)
-@example(array=np.array([1e308, 1e300, 1e-300]), bits=4)
-def test_no_block_loses_more_than_it_has(kernels, array, bits):
-    """What receivers see is finite, and no further from the elements than zeros are."""
-    out, sent, _ = pack(kernels, array, bits)
-    assert np.isfinite(sent).all()
-    assert all(lost <= energy for energy, lost in energies(array, sent))
     back = np.empty_like(array)
     assert kernels.unpack_quadratic(out, [0], [array.size], bits, back)
     assert back.tobytes() == sent.tobytes()

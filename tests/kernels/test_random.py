@@ -20,7 +20,6 @@ def many(key, start=0):
 
 
 def slowly(index, key):
-    """The definition, in integers of Python."""
     mixed = (key + 0x9E3779B97F4A7C15) % 2**64
     mixed = (mixed ^ mixed >> 30) * 0xBF58476D1CE4E5B9 % 2**64
     mixed = (mixed ^ mixed >> 27) * 0x94D049BB133111EB % 2**64
@@ -38,12 +37,3 @@ def slowly(index, key):
 def test_it_is_what_the_definition_says(key):
     assert many(key)[:500].tolist() == [slowly(index, key) for index in range(500)]
     assert many(key, start=2**32 - 10)[:20].tolist() == [slowly(index, key) for index in range(2**32 - 10, 2**32 + 10)]
-
-
-@pytest.mark.parametrize("key", KEYS)
-def test_numbers_are_uniform_and_neighbors_uncorrelated(key):
-    numbers = many(key) / 2**32
-    counts = np.histogram(numbers, 64, (0, 1))[0]
-    assert np.square(counts - COUNT / 64).sum() / (COUNT / 64) < 63 + 5 * np.sqrt(2 * 63)  # chi squared
-    for distance in (1, 2, 64, 128, 1024):
-        assert abs(np.corrcoef(numbers[distance:], numbers[:-distance])[0, 1]) < 5 / np.sqrt(COUNT)

@@ -24,7 +24,6 @@ def pack(kernels, array, block, sent=None):
 
 
 def laplace(size, dtype):
-    """Numbers with zeros of both signs among them."""
     array = np.random.default_rng(size).laplace(size=size).astype(dtype)
     array[::5] = 0
     array[1::10] = -0.0

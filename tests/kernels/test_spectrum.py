@@ -10,7 +10,6 @@ def spectrum(kernels, array, **settings):
 
 
 def slowly(array):
-    """Bin by comparing with the edges."""
     edges = cpu.edges()
     finite = edges[np.isfinite(edges)]
     magnitudes = np.abs(array.astype(np.float32)).astype(np.float64)
@@ -34,14 +33,6 @@ def test_spectrum_counts_and_energies(kernels, dtype, size, stride):
     np.testing.assert_allclose(energies, expected_energies, rtol=1e-4 if kernels.on_gpu else 4e-3)
     np.testing.assert_allclose(energies.sum(), expected_energies.sum(), rtol=1e-3)
     assert spectrum(kernels, array, stride=stride)[1].tobytes() == energies.tobytes()
-
-
-def test_spectrum_of_equal_elements_is_the_worst_case(kernels):
-    for value in (1.0, 1.0039, 3.7, 1e-20, 0.99999994):
-        array = np.full(1 << 16 if kernels.on_gpu else 400_000, value, np.float32)
-        counts, energies = spectrum(kernels, array)
-        assert counts.max() == counts.sum() == array.size
-        np.testing.assert_allclose(energies.sum(), array.size * float(array[0]) ** 2, rtol=4e-3)
 
 
 def test_spectrum_of_special_numbers(kernels, dtype):

@@ -21,7 +21,6 @@ SWEEPS = {
 
 
 def arguments_of(place, name, array):
-    """Return the arguments of a sweep."""
     size, kind = array.size, array.dtype
     there, other, out = place.put(array), place.put(array[::-1]), place.empty(size, kind)
     words = place.empty(-(-size // 64), np.uint64)
