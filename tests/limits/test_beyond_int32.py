@@ -100,24 +100,6 @@ def test_long_arrays_lose_nothing(compressor, collective, long_arrays):
         assert middle[0] < 2**31 <= middle[-1]
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_long_arrays_deliver_exactly_the_largest(long_arrays):
-    """They are found here among the windows' elements alone, whose places are added in 64 bits."""
-    compressor = mpicomp.TopK(ratio=FEW)
-    all_ranks = Ranks(1, compressor, "allgather", feedback=True, bucket_bytes=1 << 40)
-    gradient = gradient_of(0)
-    places = np.concatenate([np.arange(window.start, window.stop, dtype=np.int64) for window in WINDOWS])
-    values = np.concatenate([gradient[window] for window in WINDOWS])
-    chosen = np.sort(np.argsort(-np.abs(values), kind="stable")[: compressor.count(NUMEL)])
-    [means] = all_ranks.reduce([{"w": gradient}])
-    found = np.concatenate([window.start + np.flatnonzero(means["w"][window]) for window in WINDOWS])
-    np.testing.assert_array_equal(found, places[chosen])
-    np.testing.assert_array_equal(means["w"][found], values[chosen])
-    [left] = [held(reducer) for reducer in all_ranks.reducers]
-    assert not left[found].any()
-
-
 @pytest.mark.parametrize("numel", [2**32, slow(2**33)])
 def test_array_beyond_32_bits_raises_before_allocation(numel):
     array = np.broadcast_to(np.float32(0), numel)

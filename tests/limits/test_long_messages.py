@@ -1,12 +1,8 @@
 """Messages that are longer than one call of MPI may be: they are cut, at any length and whatever carries them."""
 
-import shutil
-import tempfile
-
 import numpy as np
 import pytest
-from limits.folded import FOLD, folded
-from limits.stored import store_long_arrays
+from limits.folded import folded
 from marks import once
 from schemes import OWN
 
@@ -14,13 +10,8 @@ import mpicomp
 from mpicomp.mpi.rounds import Round
 from mpicomp.testing import pairs
 
-GIB = 1 << 30
 LONG = 2**31 + 2**20 + 5  # elements of a byte
 WINDOWS = [(0, 1 << 20), (LONG // 2 - (1 << 20), LONG // 2 + (1 << 20)), (2**31 - (1 << 20), LONG - 1)]
-MANY = 540_000_000  # float32: 12 MB more than 2^31 bytes
-FITS = pytest.mark.skipif(
-    shutil.disk_usage(tempfile.gettempdir()).free < 30 * GIB, reason="writes up to 26 GB of files that have no name"
-)
 
 
 @pytest.mark.mpi(min_size=2, max_size=3)
@@ -105,30 +96,3 @@ def test_message_beyond_31_bits_of_elements_arrives(pair, operation, limit):
         if operation in ("allgatherv", "gatherv"):
             np.testing.assert_array_equal(recv[LONG:], ramp(0, short, 1))
     transport.close()
-
-
-def repeated(numel, rank):
-    """Return an array of which a short part stands in it over and over, and that part: it takes no more memory."""
-    array = folded(numel, np.float32, [])
-    part = np.random.default_rng(rank).normal(size=FOLD // 4).astype(np.float32)
-    array[: part.size] = part
-    return array, part
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
-@FITS
-@pytest.mark.mpi(min_size=2, max_size=2)
-@pytest.mark.parametrize("collective", ["allreduce", "ring", "scatter-reduce", "recursive-doubling"])
-def test_message_beyond_31_bits_of_bytes_arrives(pair, collective, monkeypatch, tmp_path):
-    """A bucket of 540 million float32: 2.16 GB of sums, and as much for the mean, on each rank."""
-    store_long_arrays(monkeypatch, tmp_path)
-    reducer = mpicomp.Reducer("dense", collective, bucket_bytes=1 << 40, comm=pair)
-    mine, _ = repeated(MANY, pair.rank)
-    mean = reducer.reduce({"w": mine})["w"]
-    expected = (repeated(MANY, 0)[1] + repeated(MANY, 1)[1]) / np.float32(2)
-    for start in range(0, MANY, expected.size):
-        value = mean[start : start + expected.size]
-        np.testing.assert_array_equal(value, expected[: value.size])
-    assert reducer.last_step.buckets[0].numel == MANY
-    reducer.close()
