@@ -11,7 +11,6 @@ from mpicomp.mpi import LocalWorld
 
 
 def save(folder, states, keep=1):
-    """Save one state a rank."""
     world = LocalWorld(len(states))
     world.run(
         [save_rounds(folder, state, keep, end.group) for state, end in zip(states, world.transports, strict=True)]
@@ -90,7 +89,6 @@ def file_of(folder, rank, number=1):
 
 
 def gradients(step, rank, size=20):
-    """One rank's gradients of a step."""
     rng = np.random.default_rng((step, rank))
     return {
         "w": rng.normal(size=(size, 3)).astype(np.float32),

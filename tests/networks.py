@@ -117,7 +117,6 @@ def doubling(wires, nbytes):
 
 
 def tree(wires, root, nbytes):
-    """Broadcast by a binomial tree."""
     ranks = len(wires.ready)
     reached = 1
     while reached < ranks:

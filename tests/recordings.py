@@ -12,7 +12,6 @@ CONFIG = {"id": "topk", "ratio": 0.01, "layers": None, "wire": None, "indices": 
 
 
 def line(step, layers, buckets, rng, *, step_s=0.02, ratio=0.01, loss=None, quality=None):
-    """Return the object of one step."""
     phases = {name: step_s * share for name, share in SHARES.items()}
     phases["exchange"] *= float(rng.lognormal(0, 0.3))
     parts = [
@@ -46,7 +45,6 @@ def line(step, layers, buckets, rng, *, step_s=0.02, ratio=0.01, loss=None, qual
 
 
 def bucket(place, parts, phases, ratio, energy, buckets):
-    """Return the object of one bucket."""
     return {
         "bucket": place,
         "parameters": len(parts),
@@ -81,12 +79,10 @@ def write_lines(path, steps, layers=8, buckets=1, seed=0, every=10, change=None,
 
 
 def write_outcome(path, steps, **fields):
-    """Write a file of --json."""
     path.write_text(json.dumps(outcome(steps, **fields)))
 
 
 def outcome(steps, ranks=2, layers=8, step_s=0.02, quality=0.95, **fields):
-    """Return the object of --json."""
     return {
         "schema": 1,
         "task": "digits",

@@ -298,9 +298,3 @@ def test_wrong_policies_are_found(turns, wrong, law, message):
     for check in checks(turns()):
         check()
     check_is_found(turns(wrong=wrong), law, message)
-
-
-def test_policy_that_forgets_its_settings_is_found(turns, monkeypatch):
-    monkeypatch.setattr(turns, "get_config", lambda self: {"id": self.id})
-    monkeypatch.setattr(turns, "from_config", classmethod(lambda cls, settings: Static()))
-    check_is_found(turns(), "configuration", "does not give an equal policy")

@@ -4,7 +4,6 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
-from held_arrays import held_bytes
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
@@ -126,19 +125,6 @@ def test_relative_bound_is_a_share_of_the_mean_range(name, op):
             check(arrays, error, op, relative=True)
 
 
-def test_relative_bound_of_constant_arrays_leaves_their_exact_mean():
-    arrays = [np.full(130, value, np.float32) for value in (0.7, 1e-3, -5)]
-    assert (reduce(arrays, 0.5, relative=True) == np.float32(sum(map(float, np.float32([0.7, 1e-3, -5]))) / 3)).all()
-
-
-def test_relative_bound_of_complex_numbers_is_that_of_their_parts():
-    arrays = [np.array([3 + 4j, 1 - 2j]) * rank for rank in (1, 2)]
-    mean = reduce(arrays, 0.01, relative=True)
-    allowed = 0.01 * (6 + 12) / 2
-    errors = mean - (arrays[0] + arrays[1]) / 2
-    assert max(np.abs(errors.real).max(), np.abs(errors.imag).max()) <= allowed
-
-
 @pytest.mark.parametrize(
     ("array", "error", "text"),
     [
@@ -163,51 +149,6 @@ def test_sum_of_drawn_arrays_is_within_its_bound(data):
         near = rng.uniform(-100, 100, few.shape) * error
     places = rng.integers(0, 10, data.draw(st.integers(1, 150)))
     check(np.hstack([few, near.astype(dtype)])[:, places], error, data.draw(st.sampled_from(["mean", "sum"])))
-
-
-def slow_reader(message, count, factor, dtype):
-    """Return the elements of a message, read bit by bit."""
-    size = -(-count // 64)
-    heads = message.view(np.uint8)[:size].tolist()
-    place, before, last, found = -(-size // 8), 0, 0, []
-    for head in heads:
-        if head == 192:
-            length = np.dtype(dtype).itemsize * 8
-            found += message[place : place + length].view(dtype).tolist()
-            place += length
-            continue
-        width = head % 64
-        planes = [int(word) for word in message[place : place + width]]
-        place += width
-        for bit in range(64):
-            folded = sum((plane >> bit & 1) << level for level, plane in enumerate(planes))
-            number = -(folded + 1) // 2 if folded % 2 else folded // 2
-            before, last = last, number + [0, last, 2 * last - before][head // 64]
-            found.append(dtype(last * factor))
-    assert place == message.size
-    return np.array(found[:count], dtype)
-
-
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
-@pytest.mark.parametrize("name", [*(name for name in HOSTILE if name != "scalar"), "wide"])
-def test_message_is_the_nearest_points_of_the_grid(name, dtype):
-    array = hostile(name, dtype, 1) if name != "wide" else np.float64(2.0 ** np.arange(-90, 60) / 3).astype(dtype)
-    for error in (0.01, 1e-5):
-        grid = grid_of(error, "mean", np.dtype(dtype), 4)
-        words = np.zeros(blocks.bounded_words(array.size, array.itemsize), np.uint64)
-        message = words[: blocks.pack_bounded(array, grid.step, grid.limit, words)]
-        assert blocks.check_bounded(message, array.size, array.itemsize)
-        with np.errstate(all="ignore"):
-            points = (np.rint(array.astype(np.float64) * (1 / grid.step)) * grid.step).astype(dtype)
-        beyond = np.zeros(-(-array.size // 64) * 64, bool)
-        beyond[: array.size] = ~(np.abs(array) <= grid.limit)
-        beyond = np.repeat(beyond.reshape(-1, 64).any(axis=1), 64)[: array.size]
-        expected = np.where(beyond, array, points)
-        read = slow_reader(message, array.size, grid.step, dtype)
-        np.testing.assert_array_equal(read, expected)
-        out = np.full(array.size, 7, dtype)
-        blocks.unpack_bounded(message, grid.step, out)
-        assert out.tobytes() == read.tobytes()
 
 
 def packed_words(array, error):
@@ -402,13 +343,3 @@ def test_ranks_with_and_without_a_bound_get_an_error(comm):
         mpicomp.allreduce(ONES, error=0.1 if comm.rank else None, comm=comm)
     with pytest.raises(ArrayTypeError, match="on rank 1"):
         mpicomp.allreduce(ONES if comm.rank != 1 else ONES.astype(np.float16), error=0.1, comm=comm)
-
-
-@pytest.mark.mpi
-def test_calls_keep_no_array():
-    array = np.ones(100_000, np.float32)
-    mpicomp.allreduce(array, error=0.1)
-    before = held_bytes()
-    for _ in range(10):
-        mpicomp.allreduce(array, error=0.1)
-    assert held_bytes() - before < array.nbytes

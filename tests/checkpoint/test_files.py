@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from checkpoints import caught, check_same, content, file_of, load, load_errors, names, save, save_errors, the_one
+from checkpoints import caught, content, file_of, load, load_errors, names, save, save_errors, the_one
 from safetensors.numpy import load_file, save_file
 
 import mpicomp
@@ -172,22 +172,6 @@ def test_a_folder_that_ranks_do_not_share(tmp_path, monkeypatch):
     assert names(tmp_path) == []
 
 
-@pytest.mark.parametrize("name", ["_begin", "_write", "_finish", "_newest", "_RankFile", "_Redistribution", "_encode"])
-def test_whatever_a_part_raises_is_raised_on_all(tmp_path, monkeypatch, name):
-    save(tmp_path, [{"epoch": 1}] * 2)
-    before = content(tmp_path)
-
-    def broken(*args, **settings):
-        raise RuntimeError("odd")
-
-    monkeypatch.setattr(checkpoint, name, broken)
-    loads = name in ("_newest", "_RankFile", "_Redistribution")
-    errors = load_errors(tmp_path, 2) if loads else save_errors(tmp_path, [{}] * 2)
-    assert "odd" in the_one(errors)
-    assert content(tmp_path) == before
-    assert names(tmp_path) == [FIRST]
-
-
 @pytest.mark.parametrize("keep", [0, True])
 def test_keep_is_a_number_of_checkpoints(tmp_path, keep):
     text = the_one(save_errors(tmp_path, [{}, {}], keep), ConfigurationError)
@@ -277,22 +261,3 @@ def test_tensors_need_torch(tmp_path):
             print(error, "torch" in sys.modules)"""
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip().endswith("holds torch tensors; import torch before it False")
-
-
-def test_damage_is_the_same_error_on_all_ranks_or_none(two_ranks):
-    rng = np.random.default_rng(0)
-    paths = [file_of(two_ranks, rank) for rank in range(2)]
-    wholes = [path.read_bytes() for path in paths]
-    refusals = 0
-    for _ in range(200):
-        rank, ranks = int(rng.integers(2)), int(rng.integers(1, 4))
-        data = bytearray(wholes[rank])
-        place, length = int(rng.integers(len(data))), int(rng.integers(1, 200))
-        data[place : place + length] = rng.bytes(int(rng.integers(2)) * length)
-        paths[rank].write_bytes(data)
-        errors = {str(error) for error in load_errors(two_ranks, ranks)}
-        assert len(errors) == 1
-        refusals += errors != {"None"}
-        paths[rank].write_bytes(wholes[rank])
-    assert refusals > 100
-    check_same(load(two_ranks, 2)[1]["w"], np.full(50, 1))

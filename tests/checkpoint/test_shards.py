@@ -79,15 +79,6 @@ def test_arrays_have_the_rows_of_their_shard(tmp_path_factory, written, read):
                     assert found.dtype == np.float32 or not found.size
 
 
-def test_same_shards_and_replicas_get_their_files(tmp_path):
-    write(tmp_path, 3, 2)
-    for shard in range(3):
-        for replica, loaded in enumerate(load(tmp_path, 2, cut(3, shard))):
-            expected = state(cut(3, shard), replica)
-            expected["fragments"][0]["reducer"]["residuals"] = rows_of(whole(replica, "residuals"), cut(3, shard))
-            check_same(loaded, expected)
-
-
 def test_whole_model_is_cut(tmp_path):
     save(tmp_path, [state({n: [0, *s[:1] * 2] for n, s in SHAPES.items()}, r) | {"rows": None} for r in range(2)])
     loaded = load(tmp_path, 2, cut(2, 1))

@@ -1,6 +1,5 @@
 """What a cost model remembers, and predictions for compressors whose first steps differ from later ones."""
 
-import sys
 import time
 from itertools import count, pairwise
 
@@ -130,14 +129,6 @@ def test_first_steps_predict_the_seconds_of_later_ones(compressor, collective):
     assert took[0] > 2 * took[-1]
 
 
-def test_expected_elements_are_those_that_are_sent():
-    assert mpicomp.TopK(ratio=0.1).expected(1000) == 100
-    assert mpicomp.RandomK(ratio=0.2).expected(1000) == 200
-    assert mpicomp.QSGD().expected(1000) == 1000
-    placed = mpicomp.LGC(ratio=0.01).bind(["out", "mid", "in"], [100, 19_850, 50])
-    assert placed.expected(20_000) == 1 + 199 + 50  # the last layer's, those that are coded, the first layer
-
-
 @pytest.mark.parametrize("layout", [[0], [0, 0], [0, 0, 0], [0, 1, 0, 1], [0] * 4 + [1] * 4, [0] * 7])
 @pytest.mark.parametrize("number", [1, 2, 5, 24])
 def test_compilation_order_shares_kernels_among_a_hosts_ranks(layout, number):
@@ -152,20 +143,3 @@ def test_compilation_order_shares_kernels_among_a_hosts_ranks(layout, number):
             compiled |= taken - {None}
             rounds += 1
         assert rounds <= -(-number // len(ranks)) + 1
-
-
-def test_ranks_over_mpi_compile_in_their_orders_and_measure_in_one(monkeypatch):
-    """The first run of each scheme is the one that compiles; none is measured before."""
-    module = sys.modules[measure_kernels.__module__]  # the package has a function of its name
-    world, calls = LocalWorld(2), []
-    others = [bind(compressor, "packed-allgather") for compressor in (mpicomp.OneBit(), mpicomp.QSGD())]
-    schemes = [bind(mpicomp.TopK(), "allgather"), *others]
-    monkeypatch.setattr(module, "run_kernels", lambda scheme, *_: calls.append(("run", scheme)))
-    monkeypatch.setattr(module, "measure_kernel", lambda scheme, *_: calls.append(("measure", scheme)) or (1, 0, 0))
-    models = [CostModel(Network(1)) for _ in world.transports]
-    for end in world.transports:
-        end.times_kernels, end.family = True, "mpi"
-    world.run([measure_kernels(each, schemes, True, end) for each, end in zip(models, world.transports, strict=True)])
-    first, second = calls[:6], calls[6:]
-    assert first == [("run", s) for s in schemes] + [("measure", s) for s in schemes]
-    assert second == [("run", s) for s in reversed(schemes)] + [("measure", s) for s in schemes]

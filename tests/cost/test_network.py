@@ -25,7 +25,6 @@ def coefficients(network, compressor, collective, numel, ranks=4):
 
 
 def truth(compressor, collective, numel, latency=LATENCY, per_byte=PER_BYTE, ranks=4):
-    """Add up the rounds by hand."""
     groups = [layout_groups(range(ranks), rank)[0] for rank in range(ranks)]
     by_rank = [bind(compressor, collective).rounds(numel, np.dtype(np.float32), group) for group in groups]
     total = 0.0

@@ -82,17 +82,6 @@ def test_cost_model_is_shared_again_when_buckets_change():
     assert [other.step(), other.step(("w", "v"))] == [[None] * 3] * 2
 
 
-def test_cost_model_adds_no_round_to_a_step():
-    for costs in (costs_on([], 2, 2), costs_on([1], 2, 2)):
-        ranks = Local(costs)
-        ranks.step()
-        for _ in range(5):
-            ranks.step()
-            for record in (reducer.last_step for reducer in ranks.reducers):
-                assert [entry.operation for entry in record.exchanges[0].log] == ["allgatherv"]
-                assert all(entry.task.background for entry in record.overhead)
-
-
 WHOLE = json.dumps(model(1e-4, 2).to_json())
 DAMAGE = {
     "empty": b"",
@@ -151,15 +140,3 @@ def test_cost_model_of_rank_0_counts_over_mpi(comm, collective, policy):
             assert predicted[0] is None
         reducer.close()
         transport.close()
-
-
-@pytest.mark.mpi(min_size=2, max_size=3)
-@pytest.mark.parametrize(
-    ("wrong", "collective"), [(wrong, ("allgather", "auto")[number % 2]) for number, wrong in enumerate(WRONG)]
-)
-def test_wrong_cost_model_over_mpi_is_one_error_on_all_ranks(comm, tmp_path, collective, wrong):
-    cost = written(tmp_path, wrong) if comm.rank == 0 else None
-    reducer = mpicomp.Reducer(TOPK, collective, comm=comm, policy={"cost": cost})
-    with pytest.raises(ConfigurationError, match=r"^cost: "):
-        reducer.reduce({"w": np.ones(500, np.float32)})
-    reducer.close()

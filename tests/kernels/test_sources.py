@@ -5,6 +5,7 @@ Compiling is all that these tests do with CUDA: nothing here runs on a GPU.
 
 import importlib.util
 import inspect
+import itertools
 import re
 import shutil
 import subprocess
@@ -14,7 +15,15 @@ from pathlib import Path
 import pytest
 from marks import slow
 from mpicomp.kernels import cpu, gpu
-from mpicomp.kernels.gpu.compile import code_of
+from mpicomp.kernels.cpu.message import NONFINITE
+from mpicomp.kernels.gpu.compile import THREADS, code_of
+from mpicomp.kernels.gpu.scatter import KINDS as KINDS_OF_PIECES
+from mpicomp.kernels.gpu.select import DIGIT, Condition, Field, Rule, Source
+from mpicomp.kernels.gpu.sidco import CORRECTIONS, LIMIT, SAMPLE, SLACK, SMALL, sampled_of
+from mpicomp.kernels.gpu.workspace import Fit, Word
+
+from mpicomp.compressors import sidco as rule
+from mpicomp.compressors import thresholds
 
 FOLDER = Path(gpu.__file__).parent
 KINDS = {"select", "sidco"}  # those with most registers: a selection, and an estimate

@@ -172,24 +172,3 @@ def test_thread_without_its_mpi_level_is_refused(mpiexec, level, alone, said):
     job = mpiexec(2, "-c", LEVELS, alone, env={"MPI4PY_RC_THREAD_LEVEL": level})
     assert job.returncode == 0, job.stderr
     assert said in job.stdout
-
-
-LEAVES = """
-import numpy as np
-from mpicomp.mpi.rounds import Round
-from mpicomp.mpi.thread import ProgressThread
-from mpicomp.mpi.comm import MPITransport
-
-def ask():
-    send = np.ones(100_000)
-    yield Round("allreduce", (100_000,), send.dtype, send=send, recv=np.zeros(100_000))
-
-thread = ProgressThread(MPITransport()).start()
-for _ in range(4):
-    thread.submit(ask()).result()
-"""
-
-
-def test_program_that_never_stops_its_thread_ends(mpiexec):
-    job = mpiexec(3, "-c", LEAVES)
-    assert (job.returncode, job.stdout, job.stderr) == (0, "", "")

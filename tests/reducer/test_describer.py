@@ -48,33 +48,15 @@ def test_spec_cache_sees_another_order():
     assert [member.name for member in known.describe(given)] == ["n", "b", "w"]
 
 
-REFUSED = {
-    "layout": ({"w": torch.zeros(2, 3).to_sparse()}, "dense"),
-    "dtype": ({"n": np.zeros(4, np.int64)}, "int64"),
-    "kind": ({"n": [0.0] * 4}, "list"),
-    "no array that looks like one": ({"n": type("Fake", (), {"dtype": np.dtype("f4"), "shape": (4,)})()}, "Fake"),
-    "name": ({3: torch.zeros(3)}, "names must be strings"),
-}
-
-
-@pytest.mark.parametrize("what", REFUSED)
-def test_spec_cache_refuses_wrong_arrays_at_any_step(what):
-    known, (given, said) = describer(), REFUSED[what]
-    for _ in range(2):
-        with pytest.raises(ArrayTypeError, match=said):
-            known.describe(arrays() | given)
-    assert known.describe(arrays()) == describe(arrays())
-
-
-def test_spec_cache_needs_a_mapping_at_any_step():
-    class Items:
-        def items(self):
-            return arrays().items()
-
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [(torch.zeros(3).to_sparse(), "dense"), (type("Fake", (), {"dtype": np.dtype("f4"), "shape": (4,)})(), "Fake")],
+)
+def test_spec_cache_refuses_wrong_arrays_at_any_step(wrong, message):
     known = describer()
-    for given in (Items(), list(arrays().items()), None):
-        with pytest.raises(ArrayTypeError, match="mapping"):
-            known.describe(given)
+    for _ in range(2):
+        with pytest.raises(ArrayTypeError, match=message):
+            known.describe(arrays() | {"n": wrong})
 
 
 def test_spec_cache_sees_another_byte_order():

@@ -118,12 +118,10 @@ class Cluster:
         )
 
     def logs(self):
-        """Return the ends of the daemons' logs."""
         files = sorted(self.folder.glob("*.log"))
         return "\n".join(f"== {file.name}\n{file.read_text(errors='replace')[-1500:]}" for file in files)
 
     def wait(self, limit_s=30):
-        """Return when every node is idle."""
         deadline = time.monotonic() + limit_s
         while time.monotonic() < deadline and self._process.poll() is None:
             states = self.run("sinfo", "--noheader", "--Node", "--format=%T").stdout.split()
