@@ -54,7 +54,6 @@ class Fence(Device):
         return room[start : start + nbytes].view(dtype)
 
     def zeros(self, size, dtype):
-        """Return such an array of zeros."""
         array = self.empty(size, dtype)
         array[:] = 0
         return array

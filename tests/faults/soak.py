@@ -2,18 +2,14 @@
 
     mpiexec -n 4 python tests/faults/soak.py [--steps 20000] [--seed 0] [--episode 0]
 
-An episode is a reducer with random settings, on all ranks or with the ranks in two groups that go by themselves. Its
-steps have random arrays, and now and then a fault on one rank, or a checkpoint that another reducer goes on from. In
-every step it is checked that nothing is lost (gradient + residual before = ranks x mean + residual after, summed over
-ranks), that means have the same bits on all ranks, and that an error is one on all ranks and leaves residuals as they
-were. The first episodes take every compressor with every collective that carries it, with and without error feedback,
-and every policy with as many buckets as there may be, on one host and on several: each loads kernels that were compiled
-for it. Every collective carries long arrays among them, for which MPI fills its pools. With 50 more the rest has come,
-and from then on memory, file descriptors, threads, communicators and requests may not grow. Those that pools keep for
-later may, up to a limit: how many are in use at once depends on when garbage is collected.
+An episode is a reducer with random settings, on all ranks or in two groups. Its steps have random arrays, and now and
+then a fault on one rank, or a checkpoint that another reducer continues from. In every step nothing may be lost
+(gradient + residual before = ranks x mean + residual after, summed over ranks), means have the same bits on all ranks,
+and an error is one on all ranks that leaves residuals unchanged. The first episodes take every compressor with every
+collective that carries it, and every policy: each loads its kernels, and MPI fills its pools. 50 later, memory, file
+descriptors, threads, communicators and requests may no longer grow, those in pools up to a limit.
 
-A failure names the seed, the episode and the step. Everything random comes from these, so that ``--seed S --episode E``
-begins with the episode that failed.
+``--seed S --episode E``, which a failure names, begins with the episode that failed.
 """
 
 import argparse
@@ -80,23 +76,11 @@ MOST_GROWTH = 0.01  # of memory, once it is warm
 
 
 def first_episodes(ranks):
-    """Return the number of episodes that take every pair, with feedback and without, and every policy.
-
-    These on one host and on several.
-    """
     return len(FIRST) + len(CHOOSING) * (1 + len(LAYOUTS.get(ranks, [])))
 
 
 class Episode:
-    """A reducer with random settings, and its steps.
-
-    Attributes
-    ----------
-    counts : Counter
-        What was done, by name.
-    worst : float
-        Largest error of the law so far, as a share of what is allowed.
-    """
+    """A reducer with random settings, and its steps; ``worst`` is the largest error of the law, of what is allowed."""
 
     def __init__(self, seed, number, opened, folder, counts):
         self.key = [seed, number]
@@ -122,7 +106,9 @@ class Episode:
 
     def shared(self, *what):
         """Return random numbers that are the same on the ranks of this group."""
-        return np.random.default_rng([*self.key, *_numbers(what)])
+        return np.random.default_rng(
+            [*self.key, *(w if isinstance(w, int) else int.from_bytes(w.encode()[:4]) for w in what)]
+        )
 
     def _settings(self, number):
         rng = self.shared("settings")
@@ -188,7 +174,6 @@ class Episode:
             self._transport = None
 
     def end(self):
-        """Release everything."""
         self._close()
         self.comm.Free()
 
@@ -206,7 +191,6 @@ class Episode:
         return found
 
     def residuals(self, names):
-        """Return copies of residuals in float64, by name."""
         found = {}
         for name in names:
             try:
@@ -363,10 +347,6 @@ class Episode:
         self.counts["laws"] += 1
 
 
-def _numbers(what):
-    return [item if isinstance(item, int) else int.from_bytes(item.encode()[:4]) for item in what]
-
-
 def soak(steps, seed, number, say):
     """Run episodes until so many steps are made, and return what was seen on this rank."""
     world, opened, counts = MPI.COMM_WORLD, CommunicatorCount(), collections.Counter()
@@ -385,9 +365,8 @@ def soak(steps, seed, number, say):
             episode.end()
         except BaseException as error:
             about = {} if episode is None else vars(episode)
-            settings = {
-                name: about.get(name) for name in ("settings", "overlap", "limit", "layout", "colour", "shapes")
-            }
+            names = ("settings", "overlap", "limit", "layout", "colour", "shapes")
+            settings = {name: about.get(name) for name in names}
             error.add_note(f"soak: --seed {seed} --episode {number}, its step {step}, rank {world.rank}: {settings}")
             raise
         worst = max(worst, episode.worst)
@@ -408,7 +387,6 @@ def soak(steps, seed, number, say):
 
 
 def main():
-    """Run what was asked for; rank 0 prints."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--steps", type=int, default=20_000)
     parser.add_argument("--seed", type=int, default=0)

@@ -1,21 +1,26 @@
 """What is wrong on one rank is raised on all of them, the same, before any data moves; a NaN undoes the step."""
 
+import random
+import time
 from functools import partial
 
 import numpy as np
 import pytest
+from marks import slow
 
 import mpicomp
 from mpicomp.errors import (
     ConfigurationError,
     DisagreementError,
     IncompatiblePairError,
+    MpicompError,
     NonFiniteError,
     UnknownNameError,
 )
 from mpicomp.policies import list_policies, policy_class
 from mpicomp.policies.policy import MAX_REPORT_STEPS
 from mpicomp.policies.schedule import with_warmup
+from mpicomp.reducer.training_reducer import TrainingReducer
 
 POLICIES = [name for name in list_policies() if policy_class(name).__module__.startswith("mpicomp.")]
 
@@ -229,3 +234,69 @@ def test_state_that_one_rank_alone_has_loaded_is_one_error_with_its_remedy(comm)
     still_works(comm, reducer)
     for made in (earlier, reducer):
         made.close()
+
+
+# What one rank's reducer has that those of the others have not, and what it changes of its gradients.
+SETTINGS = {
+    "another compressor": {"compressor": {"id": "gaussiank", "ratio": 0.1}},
+    "another ratio": {"compressor": {"id": "topk", "ratio": 0.2}},
+    "another setting of the compressor": {"compressor": {"id": "topk", "ratio": 0.1, "wire": "bf16"}},
+    "no compressor": {"compressor": None},
+    "another collective": {"collective": "star-topk:ring"},
+    "the collective left to the policy": {"collective": "auto"},
+    "another policy": {"policy": "accordion"},
+    "no error feedback": {"feedback": False},
+    "another way with NaN": {"nonfinite": "skip"},
+    "other buckets": {"bucket_bytes": 1000},
+    "another seed": {"seed": 1},
+    "another warm-up": {"policy": {"warmup": 7}},
+    "residuals that decay": {"feedback_decay": 0.9},
+    "another kind of optimizer": {"normalises": False},
+}
+ARRAYS = {
+    "a parameter is missing": lambda arrays: arrays.pop("b"),
+    "another name": lambda arrays: arrays.update(c=arrays.pop("b")),
+    "one more parameter": lambda arrays: arrays.update(third=np.ones(3, np.float32)),
+    "no parameter at all": lambda arrays: arrays.clear(),
+    "a vector as a matrix": lambda arrays: arrays.update(a=arrays["a"].reshape(40, 100)),
+    "another length": lambda arrays: arrays.update(b=np.ones(305, np.float32)),
+    "twice the bits": lambda arrays: arrays.update(b=arrays["b"].astype(np.float64)),
+    "half the bits": lambda arrays: arrays.update(b=arrays["b"].astype(np.float16)),
+    "integers": lambda arrays: arrays.update(b=arrays["b"].astype(np.int32)),
+    "no array": lambda arrays: arrays.update(b="no array"),
+}
+OTHERS = ["a state of an earlier step", "a state of a later step", "one rank loads a state", "another learning rate"]
+KINDS = [*SETTINGS, *ARRAYS, *OTHERS]
+LIMIT_S = 2.0  # that docs/sharp-bits.md promises
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.mpi(min_size=2, max_size=3)
+@pytest.mark.parametrize("kind", [*KINDS[::14], *(slow(kind) for kind in KINDS if kind not in KINDS[::14])])
+def test_rank_that_differs_is_named_in_time(comm, kind):
+    rng = random.Random(KINDS.index(kind))
+    victim, step = rng.randrange(comm.size), rng.randrange(1, 6) * (kind not in SETTINGS)
+    odd = comm.rank == victim
+    settings = {"compressor": {"id": "topk", "ratio": 0.1}, "collective": "allgather", "policy": {"warmup": 0}}
+    reducer = TrainingReducer(**settings | (SETTINGS.get(kind, {}) if odd else {}), comm=comm)
+    for before in range(step):
+        earlier = reducer.state_dict()
+        reducer.reduce(gradients(comm.rank, before))
+    arrays, lr = gradients(comm.rank, step), 0.1
+    if kind in ARRAYS and odd:
+        ARRAYS[kind](arrays)
+    elif kind == "another learning rate":
+        lr = "0.1" if odd else 0.1
+    elif kind in OTHERS and (odd or kind != "one rank loads a state"):
+        state = reducer.state_dict()
+        later = state | {"step": step + 3} if kind == "a state of a later step" else state
+        wrong = earlier if kind == "a state of an earlier step" else later
+        reducer.load_state_dict(wrong if odd else state)
+    comm.Barrier()
+    begin = time.monotonic()
+    message = the_same_on_all(comm, MpicompError, lambda: reducer.reduce(arrays, lr=lr))
+    assert f"rank {victim}" in message
+    assert time.monotonic() - begin < LIMIT_S
+    if step:
+        assert reducer.last_step.step == step - 1  # nothing was applied
+    reducer.close()
