@@ -35,18 +35,6 @@ def test_walk_names_every_file_that_steps_visit(comm, monkeypatch):
 
 
 @pytest.mark.quick
-def test_laws_are_numbered_and_their_tests_exist():
-    laws = re.findall(r"^\| (\d+) \| .+ \| (.+) \|$", PAGE, re.MULTILINE)
-    assert [int(number) for number, _ in laws] == list(range(1, len(laws) + 1))
-    for number, tests in laws:
-        paths = re.findall(r"`([\w/.]+)`", tests)
-        assert paths, number
-        assert all((run.ROOT / path).exists() for path in paths), tests
-    cited = {int(number) for page in DOCS.glob("*.md") for number in re.findall(r"law (\d+) of", page.read_text())}
-    assert cited <= {int(number) for number, _ in laws}
-
-
-@pytest.mark.quick
 @pytest.mark.parametrize(("fault", "seconds", "tests"), ROWS, ids=[row[0][:60] for row in ROWS])
 def test_row_of_a_fault_has_tests_that_exist(fault, seconds, tests):
     assert tests
