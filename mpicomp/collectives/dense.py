@@ -53,9 +53,8 @@ _SEGMENT = 1 << 18  # elements of a part, at most, that arrive from each rank be
 class Allreduce(Scheme[Dense]):
     """Allreduce of the whole array, with two flags and two energies behind it that are summed along.
 
-    A few ranks of one host sum large arrays themselves, each its own part, and exchange parts in pairs: nothing copies
-    a gradient that lies in one piece, nor does another sweep divide the sum. A library's sum took 1.1 to 1.9 times as
-    long (docs/results.md).
+    A few ranks of one host, each with a core of its own, sum large arrays themselves, each its own part, and exchange
+    parts in pairs: nothing copies a gradient that lies in one piece, nor does another sweep divide the sum.
 
     16-bit wires never go through a library's sum (there is no bfloat16 in it, and it would round at every hop),
     and a library whose sums differ between ranks cannot give the mean: both take `ScatterReduce` instead.
@@ -105,6 +104,8 @@ class Allreduce(Scheme[Dense]):
 
     def _sums_in_pairs(self, numel: int, group: Group) -> bool:
         if self.compressor.wire is not None or group.hosts > 1 or not 1 < group.size <= _MAX_PAIRING:
+            return False
+        if not group.own_cores:  # each round would wait for a core
             return False
         return numel >= _MIN_PAIRED * (group.size - 1)
 

@@ -246,8 +246,9 @@ class Channel:
                 recv[into[rank] : into[rank + 1]] = send[out[rank] : out[rank + 1]]
                 incoming = [(other, into[other], into[other + 1]) for other in behind]
                 outgoing = [(other, out[other], out[other + 1]) for other in ahead]
+        longest = None if task.whole and self._limit > WHOLE_BYTES else SEGMENT
         segments = (
-            ((other, part) for other, start, stop in spans for part in self._cuts(task, start, stop, SEGMENT))
+            ((other, part) for other, start, stop in spans for part in self._cuts(task, start, stop, longest))
             for spans in (incoming, outgoing)
         )
         return next(segments), next(segments)

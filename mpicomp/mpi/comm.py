@@ -78,7 +78,7 @@ class MPITransport(Transport):
         sleeps = sleeps_while_waiting(found, cores) or pool.thread_level < MPI.THREAD_MULTIPLE or fault_tolerant()
         self._open(pool, front, back, sleeps)
         self.cores = cores
-        self.group = self._with_sums(pool.group)
+        self.group = self._with_sums(replace(pool.group, own_cores=not sleeps))
 
     def _open(self, pool: Pool, front: ChannelSet, back: ChannelSet, sleeps: bool) -> None:
         # The channels return to the pool when this is closed or collected.

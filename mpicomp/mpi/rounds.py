@@ -42,6 +42,8 @@ class Group:
         are on one.
     layout : tuple of int
         The number of each rank's host; optional if the parts are.
+    own_cores : bool
+        Whether each rank has a core of its own, so that it waits inside MPI; the same on all ranks.
     """
 
     rank: int
@@ -52,11 +54,12 @@ class Group:
     sharing: int = 1
     parts: tuple["Group", ...] = ()
     layout: tuple[int, ...] = ()
+    own_cores: bool = True
 
     def seen_by(self, rank: int) -> "Group":
         """Return this group of all ranks as another rank sees it."""
         if self.layout:
-            return layout_groups(self.layout, rank, self.identical_sums)[0]
+            return replace(layout_groups(self.layout, rank, self.identical_sums)[0], own_cores=self.own_cores)
         return replace(self, rank=rank)
 
     def part(self, name: str) -> "Group | None":
