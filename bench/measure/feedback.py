@@ -140,9 +140,10 @@ class Settled:
 
     def fill(self, bucket: Bucket, shift: int = 0) -> None:
         """Make the residual of a long array like this one's, which may begin elsewhere."""
+        if not bucket.feedback:
+            return
         for (_, settled), (_, residual) in zip(self._bucket.residuals(), bucket.residuals(), strict=True):
-            if settled.size:
-                tile = np.roll(settled, shift)
-                whole = residual.size - residual.size % tile.size
-                residual[:whole].reshape(-1, tile.size)[:] = tile
-                residual[whole:] = tile[: residual.size - whole]
+            tile = np.roll(settled, shift)
+            whole = residual.size - residual.size % tile.size
+            residual[:whole].reshape(-1, tile.size)[:] = tile
+            residual[whole:] = tile[: residual.size - whole]

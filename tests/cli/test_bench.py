@@ -129,7 +129,13 @@ def test_wrong_mean_ends_with_status_1(mpiexec):
 
         def wrong(self, accumulated, context):
             result = yield from right(self, accumulated, context)
-            result.mean[:] *= 1.01
+            write = result.mean
+
+            def write_more(out):
+                write(out)
+                out *= 1.01
+
+            result.mean = write_more
             return result
 
         Allgather.exchange = wrong
@@ -151,4 +157,5 @@ def test_cost_model_is_written_and_read(mpiexec, tmp_path):
     words = [*COLLECTIVES, "--collective", "allgather", "--from", path, "--json", rows_path]
     done = mpiexec(2, "-m", "mpicomp", *words, timeout=60)
     assert done.returncode == 0, done.stderr
-    assert all(row["predicted_s"] > 0 for row in json.loads(rows_path.read_text())["rows"])
+    rows = json.loads(rows_path.read_text())["rows"]
+    assert all(row["predicted_s"] > 0 for row in rows if row["compressor"] != "none")  # MPI's sum has no model
