@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from mpicomp import kernels
 from mpicomp.collectives.allgather import mean_of_messages
 from mpicomp.compressors import Quantiser
-from mpicomp.compressors.wire import read_sparse_header
+from mpicomp.compressors.wire import HEADER_BYTES, read_sparse_header
 from mpicomp.gpu import Device, to_python
 from mpicomp.reducer.bucket import Bucket
 from mpicomp.workspace import Workspace
@@ -237,9 +237,10 @@ class Decode(Kernel):
         self._all = self.device.empty(bounds[-1][1], np.uint8)
         for (start, stop), message in zip(bounds, self.messages, strict=True):
             self._all[start:stop] = message
-        self._headers = [
-            read_sparse_header(self._all[start:stop], self.numel, DTYPE, start=start) for start, stop in bounds
-        ]
+        self._headers = []
+        for start, stop in bounds:
+            head = self.device.to_host(self._all[start : start + HEADER_BYTES])  # no exchange has brought it there
+            self._headers.append(read_sparse_header(self._all[start:stop], self.numel, DTYPE, start=start, head=head))
 
     def run(self) -> None:
         factor = 1 / len(self._headers)
