@@ -44,7 +44,7 @@ class Driver:
             weakref.finalize(array, self.on_device.pop, array.ctypes.data, None)
 
     def device_of(self, address, nbytes=1):
-        for start, (size, device) in list(self.on_device.items()):
+        for start, (size, device) in self.on_device.copy().items():  # collected arrays leave it meanwhile
             if start <= address and address + nbytes <= start + size:
                 return device
         raise RuntimeError(f"error 1: {address} is no address of a device")

@@ -111,17 +111,19 @@ def test_an_error_of_cuda_ends_the_job(cupy, monkeypatch):
     """It is one rank's, and others wait: no `except MpicompError` may go on."""
     [reducer] = Ranks(1, mpicomp.TopK(ratio=0.5)).reducers
     given, ended, begun = cupy.asarray(np.ones(50, np.float32)), [], []
-    finish, start = cupy.driver.finish, reducer.transport.start
+    start = reducer.transport.start
     reducer.reduce({"w": given})
+    stream = reducer.layout.buckets[0].device.stream
+    synchronize = stream.synchronize
     monkeypatch.setattr(reducer.transport, "abort_exchange", ended.append)
     monkeypatch.setattr(reducer.transport, "start", lambda task: (begun.append(task), start(task))[1])
 
-    def fail(stream):  # after the message, for which others wait
+    def fail():  # after the message, for which others wait
         if begun:
             raise RuntimeError("cudaErrorIllegalAddress")
-        finish(stream)
+        synchronize()
 
-    monkeypatch.setattr(cupy.driver, "finish", fail)
+    monkeypatch.setattr(stream, "synchronize", fail)
     with pytest.raises(RuntimeError, match="cudaErrorIllegalAddress") as raised:
         reducer.reduce({"w": given})
     assert not isinstance(raised.value, MpicompError)
