@@ -84,7 +84,7 @@ def job_environment(group: Group) -> Job:
 
 
 def begin(command: str, task: str, group: Group, device: str) -> tuple[Job, Callable[[str], None]]:
-    """Print on rank 0 what a benchmark runs on; return the job, and a function that prints a comment there.
+    """Print ranks, machine and MPI of a benchmark on rank 0; return the job, and a function that prints comments there.
 
     Programs that read OSU's format skip comments.
     """

@@ -5,7 +5,7 @@
 // l-th 16 bytes: ascending by warp, round, lane and item is ascending by index.
 
 #define KERNEL extern "C" __global__ void __launch_bounds__(THREADS)
-// The compiler spills registers to fit more blocks than these on a multiprocessor, where it is not told how many.
+// The compiler spills registers to fit more blocks than these on a multiprocessor, where their number is not given.
 #define KERNEL_OF(BLOCKS) extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 #define DEVICE __device__ __forceinline__
 

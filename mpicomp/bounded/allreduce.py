@@ -199,7 +199,7 @@ def _check_bound(array: Any, compressor: Any, error: Any, op: str, relative: boo
         raise ConfigurationError("allreduce: out and relative need error=, the bound of the result, got None")
     asked = "op='sum'" if error is None else "error="
     if compressor is not None:
-        does = "adds arrays as they are" if error is None else "chooses its own code"
+        does = "adds arrays without a code" if error is None else "chooses its own code"
         raise ConfigurationError(f"allreduce: {asked} {does}, got compressor {compressor!r}; pass one only")
     if not isinstance(array, np.ndarray | np.generic):
         raise ArrayTypeError(f"allreduce: {asked} needs a NumPy array, got {type(array).__name__}; use numpy.asarray")

@@ -122,20 +122,20 @@ class PairwiseSum:
         self.spans = slices_of(parts_of(numel, group.size))
         self._segment = min(_SEGMENT, -(-self.spans[0].stop // (group.size - 1)))  # less arrives than a part
         parts = [self._segments(span) for span in self.spans]
-        self.own = parts[group.rank]
+        self.segments = parts[group.rank]
         """Segments of this rank's part."""
-        self.room = max(segment.stop - segment.start for segment in self.own) * (group.size - 1)
+        self.room = max(segment.stop - segment.start for segment in self.segments) * (group.size - 1)
         """Elements that arrive for a segment."""
-        self._scatter: list[list[tuple[slice, Round]]] = []  # by segment, what is sent to each rank, and the round
-        self._gather: list[tuple[slice, Round]] = []  # what is received
+        self._scatter: list[list[tuple[slice, Round]]] = []  # by segment, the part sent to each rank, and its round
+        self._gather: list[tuple[slice, Round]] = []  # the part received, and its round
         rank, size = group.rank, group.size
         whole = self.spans[0].stop * dtype.itemsize <= WHOLE_BYTES
-        for place, own in enumerate(self.own):
+        for place, segment in enumerate(self.segments):
             of_segment = []
             for shift in range(1, size):
                 to, source = (rank + shift) % size, (rank - shift) % size
                 sent = parts[to][place]
-                counts = sent.stop - sent.start, own.stop - own.start
+                counts = sent.stop - sent.start, segment.stop - segment.start
                 of_segment.append((sent, Round("sendrecv", counts, dtype, peers=(to, source), whole=whole)))
             self._scatter.append(of_segment)
         for shift in range(1, size):
@@ -164,8 +164,8 @@ class PairwiseSum:
             energy = accumulated.energy
         memory, finite = accumulated.memory_of_mean(workspace), True
         mean = accumulated.whole if memory is accumulated.memory else memory[: accumulated.numel]
-        for own, of_segment in zip(self.own, self._scatter, strict=True):
-            finite &= yield from self._sum_segment(own, of_segment, gradient, mean, accumulated, workspace)
+        for segment, of_segment in zip(self.segments, self._scatter, strict=True):
+            finite &= yield from self._sum_segment(segment, of_segment, gradient, mean, accumulated, workspace)
         self._flags.send = np.array([not finite, accumulated.stale, energy, accumulated.lost])
         self._flags.recv = np.empty(TRAILER)
         nonfinite, stale, energy, lost = (yield self._flags).tolist()
@@ -177,12 +177,12 @@ class PairwiseSum:
         return Result(mean, accumulated.whole, energy, gain, float(accumulated.numel), nonfinite > 0, stale > 0)
 
     def _sum_segment(
-        self, own: slice, rounds: Sequence[tuple[slice, Round]], gradient: NDArray[np.floating],
+        self, segment: slice, rounds: Sequence[tuple[slice, Round]], gradient: NDArray[np.floating],
         mean: NDArray[np.floating], accumulated: Accumulated, workspace: Workspace,
     ) -> Rounds[bool]:  # fmt: skip
-        size, length = self.group.size, own.stop - own.start
+        size, length = self.group.size, segment.stop - segment.start
         rows = workspace.scratch("incoming", self.room, accumulated.dtype)
-        parts: list[NDArray[np.floating]] = [gradient[own]] * size
+        parts: list[NDArray[np.floating]] = [gradient[segment]] * size
         for row, (place, task) in enumerate(rounds):
             arrived = rows[row * length : (row + 1) * length]
             task.send, task.recv = gradient[place], arrived
@@ -194,7 +194,7 @@ class PairwiseSum:
         for part in parts[1:-1]:
             add(total, part, sums, threads)
             total = sums
-        [finite] = to_python(add(total, parts[-1], mean[own], threads, 1 / size).finite)
+        [finite] = to_python(add(total, parts[-1], mean[segment], threads, 1 / size).finite)
         return bool(finite)
 
 

@@ -54,7 +54,7 @@ class Memory:
 
 @dataclass
 class LastExchange:
-    """What a bucket has kept of its last exchange for the next one."""
+    """State of a bucket's last exchange that the next one needs."""
 
     scheme: Scheme[Any] | None = None
     may_overwrite: bool = False

@@ -99,7 +99,7 @@ class _Table:
 
 @dataclass
 class _Gains:
-    """Gains by spectra and as they were measured."""
+    """Gains by spectra, and measured ones."""
 
     survey: SpectrumSurvey = field(default_factory=lambda: SpectrumSurvey(_STRIDE))
     spectral: NDArray[np.float64] | None = None  # of the ratios

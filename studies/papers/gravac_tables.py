@@ -71,7 +71,7 @@ def probe(task: str, ranks: int) -> dict[str, Any]:
 def train(
     task: str, arm: str, seed: int, ranks: int, steps: int, probed: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Train, on a simulated network of what was probed or, where results do not depend on it, without one."""
+    """Train, on a simulated network with the probed links or, where results do not depend on it, without one."""
     network = {}
     simulated = None
     if probed is not None:

@@ -201,7 +201,7 @@ def test_result_is_written_to_out_and_to_the_array_itself():
         ({"error": 0}, ConfigurationError, "error must be a number from 1e-37 to 1e\\+290, got 0 "),
         ({"error": float("nan")}, ConfigurationError, "got nan"),
         ({"error": None, "out": ONES.copy()}, ConfigurationError, "out and relative need error="),
-        ({"error": None, "op": "sum", "compressor": "topk"}, ConfigurationError, "op='sum' adds arrays as they are"),
+        ({"error": None, "op": "sum", "compressor": "topk"}, ConfigurationError, "op='sum' adds arrays without a code"),
         ({"op": "max"}, ConfigurationError, "op must be 'mean' or 'sum', got 'max'"),
         ({"compressor": "topk"}, ConfigurationError, "got compressor 'topk'; pass one"),
         ({"array": [1.0, 2.0]}, ArrayTypeError, "needs a NumPy array, got list"),
