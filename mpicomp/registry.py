@@ -86,6 +86,11 @@ class Registry(Generic[Object]):
         name = getattr(cls, self._key, None)
         if not isinstance(name, str):
             raise ConfigurationError(f"{self._kind}: {cls.__qualname__} needs {self._key}, a string, got {name!r}")
+        missing = sorted(getattr(cls, "__abstractmethods__", ()))
+        if not hasattr(cls, "paper") and any("paper" in getattr(base, "__annotations__", ()) for base in cls.__mro__):
+            missing.append("paper")
+        if missing:
+            raise ConfigurationError(f"{self._kind}: '{name}' lacks {', '.join(missing)}; see docs/extending.md")
         file = getattr(sys.modules.get(cls.__module__), "__file__", None)
         origin = os.path.realpath(file) if file else cls.__module__, cls.__qualname__
         if name in self._classes and self._origins[name] != origin:

@@ -15,7 +15,7 @@ from mpicomp.registry import REGISTRIES
 from mpicomp.testing import checks
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "docs" / "examples"
-EXAMPLE_FILES = "sign_topk", "int8", "tree", "flush"
+EXAMPLE_FILES = "sign_topk", "int8", "tree", "ring_gather", "flush"
 SLOW = Link(50e-6, 1e9)
 
 
@@ -48,6 +48,7 @@ def gradients(step, ranks, numel=20_000):
         lambda: sign_topk(0.05),
         lambda: mpicomp.get_compressor("int8"),
         lambda: mpicomp.collectives.collective_class("tree"),
+        lambda: mpicomp.collectives.collective_class("ring-gather"),
         lambda: mpicomp.policies.get_policy({"id": "flush", "every": 4}),
     ],
     ids=EXAMPLE_FILES,

@@ -170,3 +170,5 @@ def test_register_without_a_kind_or_name_is_refused(python):
     assert "is neither a Compressor, a Scheme, a Policy nor a Task; derive it from one of them" in last_line(done)
     done = python(code.format("(mpicomp.Sparsifier)", "pass"), status=1)
     assert "compressor: Mine needs id, a string, got None" in last_line(done)
+    done = python(code.format("(mpicomp.Sparsifier)", "id = 'mine'"), status=1)
+    assert "compressor: 'mine' lacks select, paper; see docs/extending.md" in last_line(done)
