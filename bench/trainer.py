@@ -169,7 +169,6 @@ class MpicompReplica(Replica):
         self.optimizer = wrap(self.optimizer, **settings, **of_updates)
         self.schedule = task.schedule(self.optimizer, steps)
         self.record: StepRecord = StepRecord(0)
-        self.overlaps = bool(getattr(self.optimizer, "overlaps", False))  # an optimizer of updates has none
 
     def step(self, loss: torch.Tensor) -> tuple[float, float, float]:
         before = self.optimizer.reducer.last_step
@@ -177,6 +176,7 @@ class MpicompReplica(Replica):
         last = self.optimizer.reducer.last_step
         self.record = record = StepRecord(0) if last is before else last
         self.wire_bytes, self.phases_s = float(record.wire_bytes), record.phases_s
+        self.overlaps = bool(getattr(self.optimizer, "overlaps", False))  # not in trial steps; none for updates
         return ends
 
     def synchronize(self) -> None:

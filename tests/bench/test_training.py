@@ -251,3 +251,13 @@ def test_process_group_with_a_named_interface(interface, monkeypatch):
         process_group(LocalWorld(1).transports[0]),
     ):
         pass
+
+
+@pytest.mark.mpi(min_size=2, max_size=3)
+@pytest.mark.timeout(120)
+def test_replica_of_ranks_on_several_hosts_overlaps_after_its_trial_steps(comm):
+    transport = MPITransport(comm, layout=list(range(comm.size)))
+    with trainers([Exchange("dense", Dense())], get_task("digits", 1), Settings(4, 1, 0), transport) as [trainer]:
+        trainer.block(4)
+        assert trainer.replica.overlaps
+    transport.close()
