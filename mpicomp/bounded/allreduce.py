@@ -197,15 +197,15 @@ def _check_bound(array: Any, compressor: Any, error: Any, op: str, relative: boo
     check_choice("allreduce", "op", op, ("mean", "sum"))
     if error is None and (op == "mean" or relative):
         raise ConfigurationError("allreduce: out and relative need error=, the bound of the result, got None")
-    asked = "op='sum'" if error is None else "error="
+    given = "op='sum'" if error is None else "error="
     if compressor is not None:
-        does = "adds arrays without a code" if error is None else "chooses its own code"
-        raise ConfigurationError(f"allreduce: {asked} {does}, got compressor {compressor!r}; pass one only")
+        action = "adds arrays without a code" if error is None else "chooses its own code"
+        raise ConfigurationError(f"allreduce: {given} {action}, got compressor {compressor!r}; pass one only")
     if not isinstance(array, np.ndarray | np.generic):
-        raise ArrayTypeError(f"allreduce: {asked} needs a NumPy array, got {type(array).__name__}; use numpy.asarray")
+        raise ArrayTypeError(f"allreduce: {given} needs a NumPy array, got {type(array).__name__}; use numpy.asarray")
     check_not_masked("allreduce: the array", array)
     if array.dtype.name not in _REALS:
-        raise ArrayTypeError(f"allreduce: {asked} needs one of {', '.join(_REALS)}, got {array.dtype}; cast it first")
+        raise ArrayTypeError(f"allreduce: {given} needs one of {', '.join(_REALS)}, got {array.dtype}; cast it first")
     if error is None:
         return None
     least, most = (_MIN_RELATIVE_ERROR, 1.0) if relative else (_MIN_ERROR[_REALS[array.dtype.name]], _MAX_ERROR)

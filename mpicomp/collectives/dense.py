@@ -75,7 +75,7 @@ class Allreduce(Scheme[Dense]):
 
     def memory(self, numel: int, dtype: np.dtype[Any], group: Group) -> Memory:
         if self._sums_in_pairs(numel, group):
-            return Memory(PairwiseSum(numel, dtype, group).room * dtype.itemsize, 0)
+            return Memory(PairwiseSum(numel, dtype, group).capacity * dtype.itemsize, 0)
         return Memory(0, 0) if self._summable(group) else ScatterReduce(self.compressor).memory(numel, dtype, group)
 
     def exchange(self, accumulated: Accumulated, context: Context) -> Exchange:
@@ -124,7 +124,7 @@ class PairwiseSum:
         parts = [self._segments(span) for span in self.spans]
         self.segments = parts[group.rank]
         """Segments of this rank's part."""
-        self.room = max(segment.stop - segment.start for segment in self.segments) * (group.size - 1)
+        self.capacity = max(segment.stop - segment.start for segment in self.segments) * (group.size - 1)
         """Elements that arrive for a segment."""
         self._scatter: list[list[tuple[slice, Round]]] = []  # by segment, the part sent to each rank, and its round
         self._gather: list[tuple[slice, Round]] = []  # the part received, and its round
@@ -181,7 +181,7 @@ class PairwiseSum:
         mean: NDArray[np.floating], accumulated: Accumulated, workspace: Workspace,
     ) -> Rounds[bool]:  # fmt: skip
         size, length = self.group.size, segment.stop - segment.start
-        rows = workspace.scratch("incoming", self.room, accumulated.dtype)
+        rows = workspace.scratch("incoming", self.capacity, accumulated.dtype)
         parts: list[NDArray[np.floating]] = [gradient[segment]] * size
         for row, (place, task) in enumerate(rounds):
             arrived = rows[row * length : (row + 1) * length]

@@ -205,16 +205,16 @@ def write_sparse(
 
 
 def message_to_fill(
-    workspace: Workspace, nbytes: int, room: int, dtype: np.dtype[Any], indices: str, flags: int
+    workspace: Workspace, nbytes: int, capacity: int, dtype: np.dtype[Any], indices: str, flags: int
 ) -> tuple[Any, Any, tuple[Any, ...]]:
     """Return a cleared message on a device, the place of its values, and the form that a selection gives it.
 
-    The device counts at most ``room`` elements, and chooses an ``"auto"`` format.
+    The device counts at most ``capacity`` elements, and chooses an ``"auto"`` format.
     """
     message = workspace.array("message", nbytes, np.uint8)
     message.fill(0)
     form = message, sparse_lead(0, dtype, Wire(), flags), *_CODED[indices]
-    return message, _view(message, HEADER_BYTES, room, dtype), form
+    return message, _view(message, HEADER_BYTES, capacity, dtype), form
 
 
 def write_damaged(out: NDArray[np.uint8]) -> None:
