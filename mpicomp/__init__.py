@@ -15,7 +15,7 @@ from mpicomp.job import abort as _abort  # noqa: F401 (replaces sys.exit before 
 _MODULES = {
     alias.name: statement.module
     for statement in _ast.parse(_Path(__file__).with_suffix(".pyi").read_text()).body
-    if isinstance(statement, _ast.ImportFrom)
+    if isinstance(statement, _ast.ImportFrom) and str(statement.module).startswith("mpicomp")
     for alias in statement.names
 }
 __all__ = sorted(_MODULES)
