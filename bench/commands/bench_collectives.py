@@ -110,6 +110,8 @@ def run(arguments: argparse.Namespace) -> int:
                 return 0
         name = devices.device_name(_COMMAND) if on_gpu else "cpu"
         job, print_root = results.begin(_COMMAND, "", transport.group, name)
+        if transport.group.size == 1:
+            print_root("one rank alone sends nothing: start it with mpiexec, srun, or mpicomp lab run")
         print_root("a sample is the slowest rank's time of one exchange, which all ranks begin at once")
         for pair in itertools.product(compressors, collectives or ()):
             try:

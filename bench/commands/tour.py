@@ -35,7 +35,7 @@ def run(arguments: argparse.Namespace) -> int:
     from mpicomp.setting_checks import check_least
 
     check_least("tour", "--steps", arguments.steps, _MIN_STEPS)
-    check_drawing("tour")
+    check_drawing("tour", "torch,bench,report", ("torch", "rich"))
     check_writable("tour", arguments.report)
     if sys.stdout.isatty():  # for rich in a rank, whose output goes through the launcher
         os.environ |= {"FORCE_COLOR": "1", "COLUMNS": str(shutil.get_terminal_size().columns)}

@@ -64,8 +64,9 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"    carries {entry['message']} messages of {', '.join(entry['compressors'])}")
         if entry["inner"]:
             print(f"    built on another, which may follow a colon: {', '.join(entry['inner'])}")
-        scratch, held = entry["memory"].values()
-        print(f"    memory on 4 ranks, in gradients: {scratch:g} in an exchange, {held:g} in a step")
+        if entry["memory"] is not None:
+            scratch, held = entry["memory"].values()
+            print(f"    memory on 4 ranks, in gradients: {scratch:g} in an exchange, {held:g} in a step")
         _print_origin(entry)
     print("policies (defaults in brackets)")
     for entry in policies:
@@ -105,16 +106,22 @@ def compressor_entries() -> list[dict[str, Any]]:
     return entries
 
 
-def _memory(collective: str, compressors: list[dict[str, Any]]) -> dict[str, float]:
+def _memory(collective: str, compressors: list[dict[str, Any]]) -> dict[str, float] | None:
+    # None where it cannot run here, as a learned code without torch
     import numpy as np
 
     from mpicomp.collectives import bind
     from mpicomp.compressors import get_compressor
+    from mpicomp.errors import ConfigurationError
     from mpicomp.mpi.rounds import Group
 
     carried = [entry["name"] for entry in compressors if collective in entry["collectives"]]
     name = min(carried, key=lambda name: name not in ("dense", "topk", "onebit"))
-    needed = bind(get_compressor(name), collective).memory(_NUMEL, np.dtype(np.float32), Group(0, 4))
+    try:
+        scheme = bind(get_compressor(name), collective)
+    except ConfigurationError:
+        return None
+    needed = scheme.memory(_NUMEL, np.dtype(np.float32), Group(0, 4))
     return {key: round(nbytes / (4 * _NUMEL), 3) for key, nbytes in needed._asdict().items()}
 
 

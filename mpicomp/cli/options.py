@@ -114,18 +114,16 @@ def check_folder(command: str, path: str) -> None:
         raise ConfigurationError(f"{command}: nothing can be written into '{path}'; name another folder")
 
 
-def check_drawing(command: str) -> None:
-    """Raise now, and not after hours of work, if packages that draw a report are not installed."""
+def check_drawing(command: str, extras: str = "report", names: Sequence[str] = ()) -> None:
+    """Raise now, and not after hours of work, if packages that draw a report, or others of ``names``, are missing."""
     import importlib.util
 
     from mpicomp.errors import ConfigurationError
 
-    missing = [name for name in ("jinja2", "matplotlib", "msgspec") if importlib.util.find_spec(name) is None]
+    needed = ("jinja2", "matplotlib", "msgspec", *names)
+    missing = [name for name in needed if importlib.util.find_spec(name) is None]
     if missing:
-        raise ConfigurationError(
-            f"{command}: a report is drawn with {' and '.join(missing)}, which is not installed; install it with "
-            "pip install 'mpicomp[report]'"
-        )
+        raise ConfigurationError(f"{command}: needs {', '.join(missing)}: pip install 'mpicomp[{extras}]'")
 
 
 def read_ratios(command: str, text: str) -> list[float]:

@@ -63,3 +63,13 @@ def test_text_has_the_configuration_of_the_paper(written, capsys):
         config = {"id": name, "as_published": True}
         assert f"with the paper's settings: {json.dumps(config)}" in printed
         (mpicomp.get_policy if name in mpicomp.list_policies() else mpicomp.get_compressor)(config)
+
+
+def test_without_torch_all_is_listed(written, monkeypatch, capsys):
+    monkeypatch.setattr("mpicomp.systems.lgc.compressor.find_spec", lambda name: None)
+    assert main(["list", "--json"]) == 0
+    listed = json.loads(capsys.readouterr().out)
+    assert listed["compressors"] == written["compressors"]
+    unknown = [entry["name"] for entry in listed["collectives"] if entry["memory"] is None]
+    assert unknown == ["learned"]
+    assert main(["list"]) == 0

@@ -109,7 +109,7 @@ def test_parameters_that_cannot_be(setting, values):
 
 def test_without_torch_it_is_refused(monkeypatch):
     monkeypatch.setattr(module, "find_spec", lambda name: None)
-    with pytest.raises(ConfigurationError, match="lgc: its code is trained with torch, which is not installed"):
+    with pytest.raises(ConfigurationError, match="lgc: its code is trained with torch: pip install"):
         bind(LGC(), "learned")
 
 

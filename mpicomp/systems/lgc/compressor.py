@@ -244,7 +244,7 @@ class LGC(Compressor):
     def check_installed(self) -> None:
         """Raise `ConfigurationError` without torch, which learning needs."""
         if find_spec("torch") is None:
-            raise ConfigurationError("lgc: its code is trained with torch, which is not installed; install it")
+            raise ConfigurationError("lgc: its code is trained with torch: pip install 'mpicomp[torch]'")
 
 
 def index_bytes(count: int, numel: int) -> int:

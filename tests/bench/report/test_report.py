@@ -218,5 +218,4 @@ def test_report_without_a_library_names_the_install(monkeypatch, capsys, tmp_pat
     monkeypatch.setattr("importlib.util.find_spec", lambda name, *_: None if name == "jinja2" else sys)
     assert cli.main(["report", "a.json", "-o", str(tmp_path / "F.html")]) == 2
     message = capsys.readouterr().err
-    assert "a report is drawn with jinja2, which is not installed" in message
-    assert "pip install 'mpicomp[report]'" in message
+    assert "report: needs jinja2: pip install 'mpicomp[report]'" in message
