@@ -57,6 +57,7 @@ FOUND = [
     *((checks.compressing_library, job(MVAPICH, environ={name: "1"})) for name in COMPRESSIONS),
     (checks.slurm_cpus, job(rank(0, cpus=[5], cpus_per_task=4), launcher="slurm")),
     (checks.slurm_cpus, job(rank(0, cpus=[5], cpus_per_task=4), launcher="hydra")),
+    (checks.slurm_cpus, job(rank(0, cpus_per_task=4), launcher="hydra", environ={"SLURM_CPU_BIND": "none"})),
     (checks.slurm_cpus, job(rank(0, cpus=range(8), **SIXTEEN))),
     (checks.shared_cores, job(rank(0), rank(1), rank(2))),
     (checks.shared_cores, job(rank(0, cpus=[7]), rank(1, cpus=[7]))),  # while the host has others

@@ -97,7 +97,12 @@ def slurm_cpus(facts: Facts) -> Iterator[Problem]:
     subject = f"SLURM_CPUS_PER_TASK={requested}, but rank {rank.rank} on {rank.host}"
     if len(rank.cpus) < (requested or 0):
         # srun does not inherit the option of sbatch, and launchers that start by srun are bound like one task.
-        fix = f"srun --cpus-per-task={requested}" if facts.launcher == "slurm" else "export SLURM_CPU_BIND=none"
+        if facts.launcher == "slurm":
+            fix = f"srun --cpus-per-task={requested}"
+        elif facts.environ.get("SLURM_CPU_BIND") != "none":
+            fix = "export SLURM_CPU_BIND=none"
+        else:
+            fix = f"sbatch --cpus-per-task={len(rank.cpus)}: the host gives the job no more"
         yield Problem(f"{subject} may run on {len(rank.cpus)} (cpus {spans(rank.cpus)})", fix)
     else:
         yield Problem(
