@@ -4,11 +4,14 @@ import argparse
 import copy
 import json
 import math
+import os
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -16,24 +19,31 @@ from mpicomp.bench.measure import results
 from mpicomp.bench.tasks import Task
 from numpy.typing import NDArray
 
+from mpicomp import __version__
 from mpicomp.cli import run_program
 from mpicomp.cli.options import check_writable, read_list
 from mpicomp.errors import ConfigurationError, MpicompError, UnknownNameError
 from mpicomp.setting_checks import check_least
+
+_ROOT = Path(__file__).resolve().parents[1]
+_SOURCE = ("mpicomp", "kernels", "bench", "studies", "setup.cfg")
+_COPIED = 1 << 24  # float32 elements that are copied to measure the machine's memory
 
 
 @dataclass
 class Rows:
     """Rows in the order in which they were made, in a file of JSON lines if there is one.
 
-    ``key`` are the fields that tell one row from another. From ``end`` on, a time on the monotonic clock, no more are
-    measured: ``late`` names those, and those that failed.
+    ``key`` are the fields that tell one row from another, ``origin`` those of the source and the machine that each new
+    row gets. From ``end`` on, a time on the monotonic clock, no more are measured: ``late`` names those, and those that
+    failed.
     """
 
     key: Sequence[str]
     path: Path | None = None
     made: list[dict[str, Any]] = field(default_factory=list)
     end: float = math.inf
+    origin: Mapping[str, Any] = field(default_factory=dict)
     late: list[str] = field(default_factory=list)
 
     def find(self, *key: Any) -> dict[str, Any] | None:
@@ -47,6 +57,7 @@ class Rows:
         if time.monotonic() > self.end:
             self.late.append(name)
             return
+        self._check_origin()
         begin = time.monotonic()
         try:
             row = make(*arguments)
@@ -57,7 +68,17 @@ class Rows:
         self.keep(dict(zip(self.key, key, strict=True)) | row)
         print(f"{name}: {time.monotonic() - begin:.0f} s", flush=True)
 
+    def _check_origin(self) -> None:
+        for name in ("commit", "cores"):
+            others = {row.get(name) for row in self.made} - {self.origin.get(name)}
+            if others:
+                raise ConfigurationError(
+                    f"{self.path}: its rows are of {name} {', '.join(map(str, others))} and this is "
+                    f"{self.origin.get(name)}, so no row is added; name another file"
+                )
+
     def keep(self, row: dict[str, Any]) -> None:
+        row |= self.origin
         self.made.append(row)
         if self.path is not None:
             with self.path.open("a") as file:
@@ -127,7 +148,31 @@ def begin(study: str, arguments: argparse.Namespace, key: Sequence[str]) -> Rows
     if path is not None:
         check_writable(study, str(path))
     there = path.read_text().splitlines() if path is not None and path.exists() else []
-    return Rows(key, path, [json.loads(line) for line in there], time.monotonic() + 60 * arguments.limit)
+    origin = {"commit": commit(), "cores": len(os.sched_getaffinity(0)), "copy_gb_s": copy_speed()}
+    return Rows(key, path, [json.loads(line) for line in there], time.monotonic() + 60 * arguments.limit, origin)
+
+
+def commit() -> str:
+    """Return the last commit that changed the source, and "+" where files differ from it; the version without git."""
+
+    def git(*words: str) -> str:
+        command = ["git", "-C", str(_ROOT), *words, "--", *_SOURCE]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+    try:
+        return git("log", "-1", "--format=%h", "--abbrev=10") + "+" * bool(git("status", "--porcelain"))
+    except (OSError, subprocess.CalledProcessError):
+        return __version__
+
+
+def copy_speed() -> float:
+    """Return the GB/s at which memory is copied, the median of nine copies of 64 MiB."""
+    source, target, seconds = np.ones(_COPIED, np.float32), np.zeros(_COPIED, np.float32), []
+    for _ in range(9):
+        begin = time.perf_counter()
+        np.copyto(target, source)
+        seconds.append(time.perf_counter() - begin)
+    return round(1e-9 * source.nbytes / median(seconds), 2)
 
 
 def show(

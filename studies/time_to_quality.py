@@ -1,12 +1,15 @@
 """Seconds to the quality of dense exchange on emulated networks: ``python studies/time_to_quality.py``.
 
 A fixed plan learns the same on every network: it trains once a seed, on one host, and some of its steps are timed in a
-lab of each network. A policy whose plans change trains in each lab.
+lab of each network. A policy whose plans change trains in each lab. PyTorch's DDP learns like dense exchange and
+is timed alone. With ``--readme`` the numbers are written between the marks of a page.
 """
 
 import itertools
 import json
 import math
+import subprocess
+import sys
 import tempfile
 from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,16 +21,25 @@ from typing import Any
 import lab_jobs
 import numpy as np
 from lab_jobs import Network
+from mpicomp.bench.measure.intervals import median_interval
 from study_rows import Rows, Study, show
+
+from mpicomp.errors import MpicompError
 
 _STUDY = "time_to_quality"
 _COLUMNS = {
-    "task": "", "network": "", "arm": "", "time_s": ".2f", "time_sd": ".2f", "of_dense": ".3f", "summed_s": ".2f",
-    "steps": ".0f", "reached": "d", "seeds": "d", "step_s": ".4f", "choosing_ms": ".2f", "step_MB": ".4g",
+    "task": "", "network": "", "arm": "", "time_s": ".2f", "time_sd": ".2f", "of_dense": ".3f", "least": ".3f",
+    "most": ".3f", "summed_s": ".2f", "steps": ".0f", "reached": "d", "seeds": "d", "step_s": ".4f",
+    "step_low_s": ".4f", "step_high_s": ".4f", "choosing_ms": ".2f", "step_MB": ".4g",
     "quality": ".4f", "equal": "",
 }  # fmt: skip
 _ONE_HOST = "one host"
 _DENSE = "dense"
+_EXACT = (_DENSE, "dense-bf16")  # whose faster one all ratios are over
+_MUON, _MUON_EVERY = "muon", 10  # steps from one exchange to the next, over which its seconds are averaged
+_TOUR = "tour"  # a task of its own: the bars of `mpicomp tour`
+_STEP = ("step_s", "step_low_s", "step_high_s")  # fields: a step's median and the ends of its 95 % interval
+_BLOCKS = 8  # of a peer's timed steps
 _MIN_LOOKS = 20  # at held-out data, where the number of steps is given
 _PINNED = ("--compressor", "topk", "--ratio", "0.01", "--collective", "allgather")
 _TWICE = ("--compressor", "topk", "--ratio", "0.02", "--collective", "allgather")  # lgreco halves the bytes of that
@@ -54,7 +66,7 @@ POLICIES: dict[str, tuple[str, ...]] = {
 PLANS: dict[str, tuple[str, ...]] = {
     _DENSE: ("--compressor", "dense"),
     "static": _PINNED,
-    "muon": ("--exchange", "muon", "--collective", "two-phase"),
+    _MUON: ("--exchange", "muon", "--every", str(_MUON_EVERY), "--collective", "two-phase"),
     "dense-bf16": _plan("scatter-reduce", id="dense", wire="bf16"),
     "qsgd8": _plan("two-phase", id="qsgd", bits=8, rounding="nearest"),
     "qsgd4": _plan("two-phase", id="qsgd", bits=4, rounding="nearest"),
@@ -65,7 +77,12 @@ PLANS: dict[str, tuple[str, ...]] = {
     "topk1q4": _plan("allgather", id="topk", ratio=0.01, wire="q4"),
     "star3": _plan("star-topk", id="topk", ratio=0.03),
 }
-_ARMS = f"{_DENSE},static,muon,{','.join(POLICIES)}"
+PEERS = {"ddp": _DENSE, "ddp-fp16": _DENSE}  # exchanges of `bench training`, and the plan that learns the same
+# Rows of the README's table. The last one is that of a plan; all of the first are of dense exchange.
+_README = {
+    "DDP, fp16 hook": "ddp-fp16", "dense, 32 bits": _DENSE, "dense, 16 bits": "dense-bf16", "top-k at 1 %": "static",
+    "`auto`": "auto", "LocalMuon": _MUON,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -108,14 +125,48 @@ def train(task: str, network: Network | None, arm: str, seed: int, steps: int | 
         lab_jobs.run(hosts, network, [*words, *(POLICIES | PLANS)[arm], *files], watch=lambda line: None)
         outcome = json.loads(outcome_path.read_text())
         lines = [json.loads(line) for line in lines_path.read_text().splitlines()]
-    return {
-        "curve": [(line["step"] + 1, line["quality"]) for line in lines if line["quality"] is not None],
+    seconds = [line["seconds"] for line in lines]
+    return step_seconds(seconds, _MUON_EVERY if arm == _MUON else 1) | {
+        "curve": [(line["step"] + 1, round(line["quality"], 5)) for line in lines if line["quality"] is not None],
         "quality": outcome["quality"]["value"],
-        "median_step_s": outcome["median_step_s"],
         "choosing_s": outcome["choosing_s"],
-        "step_wire_bytes": outcome["wire_bytes"] / len(lines),
-        "seconds": [round(line["seconds"], 6) for line in lines],
+        "step_wire_bytes": round(outcome["wire_bytes"] / len(lines)),
+        "seconds": [round(step_s, 4) for step_s in seconds] if arm in POLICIES else [],
     }
+
+
+def time_peer(task: str, network: Network, arm: str, steps: int, hosts: int) -> dict[str, Any]:
+    """Time an exchange that is not mpicomp's in a lab."""
+    with tempfile.TemporaryDirectory(prefix="mpicomp-study-") as folder:
+        path, words = Path(folder) / "rows.json", ["bench", "training", "--task", task, "--exchange", arm]
+        words += ["--steps", str(steps), "--blocks", str(_BLOCKS), "--warm-up", "8", "--json", str(path)]
+        lab_jobs.run(hosts, network, words, watch=lambda line: None)
+        [row] = json.loads(path.read_text())["rows"]
+    found = {"step_s": row["median_s"], "step_low_s": row["low_s"], "step_high_s": row["high_s"], "choosing_s": 0.0}
+    return found | {"step_wire_bytes": round(row["wire_bytes"]), "seconds": []}
+
+
+def take_tour() -> dict[str, Any]:
+    """Run the tour and return the lines of its bars."""
+    with tempfile.TemporaryDirectory(prefix="mpicomp-study-") as folder:
+        program = [sys.executable, "-m", "mpicomp", "tour", "--report", str(Path(folder) / "tour.html")]
+        done = subprocess.run(program, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise MpicompError(f"tour ended with status {done.returncode}: {done.stderr[-500:]}")
+    lines = [line.rstrip() for line in done.stdout.splitlines() if line.strip()]
+    begin = next(place for place, line in enumerate(lines) if line.startswith("Seconds to a "))
+    return {"printed": list(itertools.takewhile(lambda line: not line.startswith("To that "), lines[begin:]))}
+
+
+def step_seconds(seconds: Sequence[float], every: int = 1) -> dict[str, float | None]:
+    """Return the median of a step and its 95 % interval; of means over windows of ``every`` steps.
+
+    >>> step_seconds([9.0, 1.0, 3.0, 1.0, 5.0], 2)
+    {'step_s': 2.5, 'step_low_s': None, 'step_high_s': None}
+    """
+    windows = np.reshape(seconds[len(seconds) % every :], (-1, every)).mean(axis=1)
+    low, high = median_interval(windows.tolist()) or (None, None)
+    return {"step_s": float(np.median(windows)), "step_low_s": low, "step_high_s": high}
 
 
 def smoothed(values: Sequence[float]) -> np.ndarray[Any, np.dtype[np.float64]]:
@@ -168,15 +219,19 @@ def judged(
 ) -> dict[str, Any]:
     """Return a seed's results on a network, from the row where it learned, a timed one, and that of dense exchange."""
     steps = steps_to(learned["curve"], goal.target(dense["curve"][-1][1]), goal.lower)
-    found = {name: timed[name] for name in ("median_step_s", "choosing_s", "step_wire_bytes")}
+    found = {name: timed[name] for name in (*_STEP, "choosing_s", "step_wire_bytes")}
     found |= {"quality": learned["quality"], "limit": goal.target(dense["quality"]), "steps_to": steps}
-    time_s = None if steps is None else steps * timed["median_step_s"]
-    summed_s = seconds_of_first(steps, timed["seconds"]) if steps is not None and learned is timed else time_s
+    time_s = None if steps is None else steps * timed["step_s"]
+    summed_s = seconds_of_first(steps, timed["seconds"]) if steps is not None and timed["seconds"] else time_s
     return found | {"time_s": time_s, "summed_s": summed_s}
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return a line for each task, network and arm, over the seeds that dense was trained with; the fastest first."""
+    """Return a line for each task, network and arm, over the seeds that dense was trained with; the fastest first.
+
+    Ratios are over dense exchange in 32 or 16 bits, whichever is faster: their mean over seeds, least and most.
+    """
+    rows = [row for row in rows if row["task"] != _TOUR]
     by_key = {(row["task"], row["network"], row["arm"], row["seed"]): row for row in rows if row["steps"] != "timed"}
     timings = {(row["task"], row["network"], row["arm"]): row for row in rows if row["steps"] == "timed"}
     lines = []
@@ -184,23 +239,29 @@ def table(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         goal, of_arm = GOALS[task], dict[str, dict[int, dict[str, Any]]]()
         for (other, place, arm, seed), row in by_key.items():
             dense = by_key.get((task, _ONE_HOST, _DENSE, seed))
-            timed = row if place == network else timings.get((task, network, arm))
-            if other == task and place in (_ONE_HOST, network) and dense is not None and timed is not None:
-                of_arm.setdefault(arm, {})[seed] = judged(row, timed, dense, goal)
-        base = of_arm.get(_DENSE, {})
+            for name in (arm, *(peer for peer, like in PEERS.items() if like == arm)):
+                timed = row if place == network else timings.get((task, network, name))
+                if other == task and place in (_ONE_HOST, network) and dense is not None and timed is not None:
+                    of_arm.setdefault(name, {})[seed] = judged(row, timed, dense, goal)
+        times = {arm: _mean([seed["time_s"] for seed in of_arm[arm].values()]) for arm in _EXACT if arm in of_arm}
+        reached = {arm: time_s for arm, time_s in times.items() if time_s is not None}
+        base = of_arm[min(reached, key=reached.__getitem__)] if reached else {}
         found = []
         for arm, seeds in of_arm.items():
             time_s = _mean([seed["time_s"] for seed in seeds.values()])
-            dense_s = _mean([base[seed]["time_s"] for seed in seeds if seed in base])
+            pairs = [(found["time_s"], base[seed]["time_s"]) for seed, found in seeds.items() if seed in base]
+            ratios = [mine / others for mine, others in pairs if mine is not None] if time_s is not None else []
+            dense_s = _mean([others for _, others in pairs])
             qualities = [seed["quality"] for seed in seeds.values()]
             found.append({
                 "task": task, "network": network, "arm": arm, "time_s": time_s,
                 "time_sd": _deviation([seed["time_s"] for seed in seeds.values()]),
                 "of_dense": None if time_s is None or not dense_s else time_s / dense_s,
+                "least": min(ratios, default=None), "most": max(ratios, default=None),
                 "summed_s": _mean([seed["summed_s"] for seed in seeds.values()]),
                 "steps": _mean([seed["steps_to"] for seed in seeds.values()]),
                 "reached": sum(seed["steps_to"] is not None for seed in seeds.values()), "seeds": len(seeds),
-                "step_s": fmean(seed["median_step_s"] for seed in seeds.values()),
+                **{name: _mean([seed[name] for seed in seeds.values()]) for name in _STEP},
                 "choosing_ms": 1e3 * fmean(seed["choosing_s"] for seed in seeds.values()),
                 "step_MB": fmean(seed["step_wire_bytes"] for seed in seeds.values()) / 1e6,
                 "quality": fmean(qualities),
@@ -226,15 +287,75 @@ def rows(_: Rows, arguments: Namespace) -> Iterator[tuple[Any, ...]]:
     lab_jobs.check_lab(_STUDY)
     hosts, steps = arguments.hosts, arguments.steps
     arms = dict.fromkeys([_DENSE, *arguments.arms])
-    for seed, task, arm in itertools.product(arguments.seeds, arguments.tasks, arms):
+    if _TOUR in arguments.tasks:
+        yield (_TOUR, "200mbit/0us", _TOUR, 0, None), take_tour
+    tasks = [task for task in arguments.tasks if task != _TOUR]
+    for seed, task, arm in itertools.product(arguments.seeds, tasks, arms):
         if arm in PLANS:
             yield (task, _ONE_HOST, arm, seed, steps), train, task, None, arm, seed, steps, hosts
         for network in networks:
+            key = task, str(network), arm, seed
+            timed = arguments.timed * (3 if arm == _MUON else 1)  # several windows
             if arm in POLICIES:
-                yield (task, str(network), arm, seed, steps), train, task, network, arm, seed, steps, hosts
+                yield (*key, steps), train, task, network, arm, seed, steps, hosts
+            elif seed == arguments.seeds[0] and arm in PEERS:
+                yield (*key, "timed"), time_peer, task, network, arm, timed, hosts
             elif seed == arguments.seeds[0]:
-                key = task, str(network), arm, seed, "timed"
-                yield key, train, task, network, arm, seed, arguments.timed, hosts
+                yield (*key, "timed"), train, task, network, arm, seed, timed, hosts
+
+
+def readme_parts(rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """Return the README's part for each mark, from rows."""
+    lines = [line for line in table(rows) if line["task"] == "text-gpt"]
+    networks = list(dict.fromkeys(line["network"] for line in lines))
+    cells = {(line["arm"], line["network"]): line for line in lines}
+    heads = [_words(network) for network in networks]
+    found = [f"| exchange | {' | '.join(heads)} | MB a step | loss |", "|---" * (len(networks) + 3) + "|"]
+    for name, arm in _README.items():
+        there = [cells[arm, network] for network in networks if (arm, network) in cells]
+        if len(there) < len(networks):
+            continue
+        sent = list(dict.fromkeys(f"{line['step_MB']:.2g}" for line in there))
+        sent = sent[:1] if len(sent) == 1 else [min(sent, key=float), max(sent, key=float)]
+        found.append(f"| {name} | {' | '.join(map(_cell, there))} | {' to '.join(sent)} | {there[0]['quality']:.3f} |")
+    origin = rows[-1]
+    seeds = max(line["seeds"] for line in lines)
+    found += [
+        "",
+        f"Seconds, and in brackets their ratio to the faster dense one with its range over {seeds} seeds; commit "
+        f"`{origin['commit']}`, {origin['cores']} cores that copy memory at {origin['copy_gb_s']} GB/s.",
+    ]
+    parts = {"time to quality": "\n".join(found)}
+    for row in rows:
+        if row["task"] == _TOUR:
+            parts[_TOUR] = "\n".join(["```text", *row["printed"], "```"])
+    return parts
+
+
+def _words(network: str) -> str:
+    bandwidth, _, latency = network.partition("/")
+    text = f"{bandwidth[:-4]} {bandwidth[-4].upper()}bit/s"
+    return text if latency.startswith("0") else f"{text}, {latency[:-2]} {latency[-2:]}"
+
+
+def _cell(line: Mapping[str, Any]) -> str:
+    if line["time_s"] is None:
+        return f"reached by {line['reached']} of {line['seeds']}"
+    spread = f", {line['least']:.2f} to {line['most']:.2f}" if line["seeds"] > 1 else ""
+    return f"{line['time_s']:.0f} ({line['of_dense']:.2f}{spread})"
+
+
+def filled(page: str, parts: Mapping[str, str]) -> str:
+    r"""Return a page with the parts between ``<!-- NAME -->`` and ``<!-- end -->``.
+
+    >>> filled("<!-- a -->\n1\n<!-- end -->", {"a": "2"})
+    '<!-- a -->\n2\n<!-- end -->'
+    """
+    for name, part in parts.items():
+        begin, mark, rest = page.partition(f"<!-- {name} -->\n")
+        if mark:
+            page = f"{begin}{mark}{part}\n<!-- end -->{rest.partition('<!-- end -->')[2]}"
+    return page
 
 
 def tables(measured: Rows, arguments: Namespace) -> None:
@@ -242,7 +363,11 @@ def tables(measured: Rows, arguments: Namespace) -> None:
     show("Time to the quality of dense exchange", table(made), [
         "time_s: steps to the target times the median step, mean and deviation over seeds; none where a seed misses it",
         "summed_s: of policies with their measured steps; target: dense less 0.015 (digits), times 1.01 (text)",
+        "of_dense: over the faster of dense and dense-bf16, with the least and the most of a seed",
     ], _COLUMNS)  # fmt: skip
+    if arguments.readme:
+        page = Path(arguments.readme)
+        page.write_text(filled(page.read_text(), readme_parts(measured.made)))
 
 
 STUDY = Study(
@@ -253,15 +378,20 @@ STUDY = Study(
     rows,
     tables,
     {
-        "--tasks": ("digits,text-lstm", "T[,..]", ", ".join(GOALS)),
-        "--arms": (_ARMS, "A[,..]", f"{', '.join([*PLANS, *POLICIES])}; dense in any case"),
+        "--tasks": (f"{_TOUR},text-gpt,text-lstm,digits", "T[,..]", f"{', '.join(GOALS)}; {_TOUR}"),
+        "--arms": (
+            ",".join(_README.values()),
+            "A[,..]",
+            f"{', '.join([*PLANS, *POLICIES, *PEERS])}; dense in any case",
+        ),
         **lab_jobs.options("50mbit/1ms,200mbit/1ms,1gbit/0us,2.5gbit/0us"),
         "--seeds": ("0,1,2", "K[,..]", "of trainings"),
         "--steps": (None, "S", "of a training (those of the task; text-gpt: 120)"),
         "--timed": (24, "S", "steps that are timed in a lab"),
+        "--readme": ("", "F.md", "write the numbers of README.md between its marks"),
     },
     {"hosts": 2, "steps": 1, "timed": 8},
-    {"tasks": lambda _: GOALS, "arms": lambda _: [*PLANS, *POLICIES]},
+    {"tasks": lambda _: [*GOALS, _TOUR], "arms": lambda _: [*PLANS, *POLICIES, *PEERS]},
 )
 
 if __name__ == "__main__":

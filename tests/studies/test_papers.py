@@ -36,10 +36,11 @@ def test_rows_that_fail_or_come_late_are_named(tmp_path, capsys):
     rows.measure(("b",), fail)
     rows.end = 0.0
     rows.measure(("c",), lambda: {"value": 2})
-    assert rows.made == [{"name": "a", "value": 1}]
+    [made] = rows.made
+    assert made == {"name": "a", "value": 1} | rows.origin
     assert rows.late == ["b", "c"]
     assert "b: failed: no such thing" in capsys.readouterr().out
-    assert study_rows.begin("test", arguments, ("name",)).find("a") == {"name": "a", "value": 1}
+    assert study_rows.begin("test", arguments, ("name",)).find("a") == made
 
 
 def test_simulated_clock_has_network_and_work_of_a_rank():
