@@ -79,6 +79,19 @@ def test_auto_varies_the_ratio_of_sign_topk():
     assert len(seen) > 1
 
 
+def test_auto_considers_a_compressor_that_its_class_suggests(monkeypatch):
+    classes = {name: type(mpicomp.get_compressor(name)) for name in ("sign-topk", "topk", "qsgd")}
+    for name, cls in classes.items():
+        mine = [cls()] if name == "sign-topk" else []
+        monkeypatch.setattr(cls, "suggested", classmethod(lambda _, normalises=True, mine=mine: mine))
+    ranks = Ranks(4, policy="auto", network=SLOW)
+    seen = set()
+    for step in range(40):
+        ranks.reduce(gradients(step, 4))
+        seen |= {bucket.compressor["id"] for bucket in ranks.reducers[0].last_step.buckets}
+    assert seen == {"sign-topk", "dense"}
+
+
 def test_auto_considers_the_collective_of_the_example():
     seconds = {"bcast": 1e-5, "sendrecv": 1e-4}  # where messages between two ranks are cheap
     ranks = Ranks(3, "dense", network=lambda task, group: seconds.get(task.operation, 1e-2))
