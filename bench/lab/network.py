@@ -4,6 +4,7 @@ Control is a bridge that only the launcher uses, without any limit. Data goes th
 between the hosts' ``eth0``, or, without TUN devices, a second bridge with the kernel's token buckets.
 """
 
+import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
 
@@ -14,6 +15,7 @@ CONTROL_NETWORK = "10.99.1"
 DATA_NETWORK = "10.99.0"
 HEAD_ADDRESS = f"{CONTROL_NETWORK}.254"
 
+_SBIN = "/usr/sbin:/sbin"
 _ETHERNET_MTU = 1500
 _LEAST_MTU = 9000  # bytes of a packet, at least
 _MOST_MTU = 65000  # bytes of a packet, at most
@@ -75,9 +77,14 @@ def sysctls(window: int) -> dict[str, str]:
     }
 
 
+def find_program(name: str) -> str | None:
+    """Return the path of a program, or None; those of administrators are not in the PATH of Debian's users."""
+    return shutil.which(name) or shutil.which(name, path=_SBIN)
+
+
 def _run(program: str, lines: Sequence[str], pid: int | None = None) -> None:
     done = subprocess.run(
-        [program, "-batch", "-"],
+        [find_program(program) or program, "-batch", "-"],
         input="\n".join(lines) + "\n",
         text=True,
         capture_output=True,

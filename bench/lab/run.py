@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import shutil
 import signal
 import sys
 import warnings
@@ -34,8 +33,8 @@ def check_requirements() -> None:
     """Raise LabError, with advice, when this machine cannot run the lab."""
     if sys.platform != "linux":
         raise LabError(f"needs Linux, whose network namespaces are the hosts, and this is {sys.platform}")
-    if shutil.which("ip") is None:
-        raise LabError("needs the command ip (package iproute2 on Debian and Ubuntu), and it is not in PATH")
+    if network.find_program("ip") is None:
+        raise LabError("needs the command ip (package iproute2 on Debian and Ubuntu), and it is not installed")
     missing = [kind for kind in ("net", "pid", "mnt", "uts", "ipc") if not os.path.exists(f"/proc/self/ns/{kind}")]
     if missing:
         raise LabError(f"needs a kernel with namespaces, and this one lacks {', '.join(missing)}")
@@ -79,8 +78,8 @@ def _check_kernel_links(settings: Settings) -> None:
     if can_open_tun():
         return
     leave = f"{TUN}, which this user cannot open; type: sudo modprobe tun && sudo chmod 666 {TUN}"
-    if shutil.which("tc") is None:
-        raise LabError("needs the command tc (package iproute2 on Debian and Ubuntu), and it is not in PATH")
+    if network.find_program("tc") is None:
+        raise LabError("needs the command tc (package iproute2 on Debian and Ubuntu), and it is not installed")
     if settings.loss or any(link.latency_ns or not link.bandwidth for link in settings.all_links):
         raise LabError(f"needs for latency, loss and links that are down {leave}")
     burst = network.burst_bytes(network.choose_mtu(settings.all_links))

@@ -5,6 +5,7 @@ import subprocess
 
 import pytest
 from lab.labs import FORBIDDEN, MAIN, MASKED, lab_command
+from mpicomp.bench.lab import network
 
 
 def call(*options, prelude=None, environment=None, prefix=()):
@@ -40,11 +41,19 @@ def test_bad_value_is_one_line_and_status_2(options, message):
     assert done.stderr.count("\n") == 1
 
 
+def test_programs_are_found_that_only_administrators_have_in_their_path(tmp_path, monkeypatch):
+    (tmp_path / "tc").touch(0o755)
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.setattr(network, "_SBIN", str(tmp_path))
+    assert network.find_program("tc") == str(tmp_path / "tc")
+    assert network.find_program("ip") is None
+
+
 @pytest.mark.parametrize(
     ("prelude", "path", "message"),
     [
         ("import sys, mpicomp.bench.lab.run; sys.platform = 'darwin'", None, "needs Linux"),
-        ("", "/nowhere", "needs the command ip"),
+        ("from mpicomp.bench.lab import network; network._SBIN = ''", "/nowhere", "needs the command ip"),
     ],
 )
 def test_machine_without_a_lab_is_refused(prelude, path, message):
