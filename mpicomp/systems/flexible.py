@@ -12,9 +12,8 @@ is a training loop: ``studies/papers/flexible_search.py``.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from importlib.util import find_spec
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import numpy as np
@@ -23,7 +22,6 @@ from numpy.typing import NDArray
 from mpicomp.collectives import bind
 from mpicomp.compressors import Dense
 from mpicomp.cost import CostModel
-from mpicomp.errors import ConfigurationError
 from mpicomp.mpi.rounds import Rounds
 from mpicomp.mpi.transport import Transport
 from mpicomp.policies.measured_policy import MeasuredPolicy
@@ -32,7 +30,7 @@ from mpicomp.policies.policy import BucketOutcome, Plan, Shape, StepReport, User
 from mpicomp.policies.ratio_levels import at_ratio, check_adaptable, check_ratios, default_compressor, lost_share
 from mpicomp.policies.surveys import Spectra, SpectrumSurvey, Survey
 from mpicomp.registry import register
-from mpicomp.setting_checks import check_choice, check_least, check_range
+from mpicomp.setting_checks import check_least, check_range
 
 __all__ = ["Flexible"]
 
@@ -42,12 +40,6 @@ _KINDS = ("allgather", *_LEADER_KINDS)  # collectives that carry a sparsifier
 _WINDOW = 5  # steps over which gains are averaged, or as many as there are ranks if that is more
 _STRIDE = 8  # a survey reads one group of elements in eight
 _MIN_GAIN = 1e-9  # smallest gain that is divided by
-
-# Of NSGA-II, as in the published code.
-_POPULATION = 40
-_OFFSPRING = 10
-_GENERATIONS = 40
-_SEED = 1  # the same on all ranks
 
 
 @dataclass
@@ -66,14 +58,6 @@ class _Surveys:
     due: bool = True
     awaited: int | None = None
     age: int = 0
-
-
-@dataclass
-class _Now:
-    """The reason for the current option, and steps of the ramp so far."""
-
-    reason: str
-    ramped: int = 0
 
 
 Objectives = NDArray[np.float64]  # a row each, shape (rows, objectives); less is better in every column
@@ -117,7 +101,7 @@ class Flexible(MeasuredPolicy):
 
     An option is a ratio with a kind of collective, or dense. Its objectives are 1 / gain and the predicted seconds of
     all buckets, computation and exchange. Of the options on the front the one of the least weighted objective is
-    chosen, or the knee. Each bucket then takes the fastest collective of that kind.
+    chosen. Each bucket then takes the fastest collective of that kind.
 
     Gains are measured if the gain of the current option has changed by ``gain_threshold``, and after ``every`` steps;
     the choice is repeated then, and if latency or bandwidth of the network have changed.
@@ -133,19 +117,10 @@ class Flexible(MeasuredPolicy):
         Smallest and largest ratio, in (0, 1].
     factor : float
         Quotient of neighboring ratios, above 1.
-    choice : {"weighted", "knee"}
-        ``"weighted"`` takes the least ``max(0.6 x seconds, 0.4 / gain)``, ``"knee"`` the least sum, after both
-        objectives are scaled to 0 for the best and 1 for the worst on the front.
     gain_threshold : float
         Relative change of the gain at which gains are measured, above 0.
     every : int or None
         Steps between measurements of gains at most; None sets no limit.
-    solver : {"exact", "nsga2"}
-        ``"exact"`` compares all options. ``"nsga2"`` searches ratios and kinds by NSGA-II, with objectives between two
-        ratios interpolated, and takes the nearest options; it needs pymoo (``pip install 'mpicomp[nsga]'``).
-    ramp : int
-        Steps in which the ratio falls linearly from 1 to ``most`` before anything is measured; in the paper's code five
-        epochs.
     """
 
     id: ClassVar[str] = "flexible"
@@ -158,27 +133,19 @@ class Flexible(MeasuredPolicy):
     least: float = 0.001
     most: float = 0.1
     factor: float = 3.0
-    choice: str = "weighted"
     gain_threshold: float = 0.1
     every: int | None = 500
-    solver: str = "exact"
-    ramp: int = 0
 
     def check(self) -> None:
         check_ratios(self.id, self.least, self.most)
         check_range(self.id, "factor", self.factor, 1, math.inf, above=True)
         check_range(self.id, "gain_threshold", self.gain_threshold, 0, math.inf, above=True)
-        check_choice(self.id, "choice", self.choice, ("weighted", "knee"))
-        check_choice(self.id, "solver", self.solver, ("exact", "nsga2"))
         if self.every is not None:
             check_least(self.id, "every", self.every)
-        check_least(self.id, "ramp", self.ramp, 0)
 
     def configure(self, settings: UserSettings) -> None:
         self.compressor = settings.compressor or default_compressor()
         check_adaptable(self.id, self.compressor)
-        if self.solver == "nsga2":
-            check_installed()  # later a rank that lacks it would fail alone
         self.feedback = feedback_of(self.compressor, settings.feedback)
         self._table = _Table(candidates(self.least, self.most, self.factor), settings.pinned)
         if settings.pinned is not None:
@@ -192,7 +159,7 @@ class Flexible(MeasuredPolicy):
         self._run = _Run()
         self._surveys = _Surveys()
         first = "dense" if settings.pinned is None else "the largest ratio"
-        self._now = _Now(f"{first}: no gradient statistics yet")
+        self._reason = f"{first}: no gradient statistics yet"
 
     @property
     def wants_telemetry(self) -> bool:
@@ -200,7 +167,7 @@ class Flexible(MeasuredPolicy):
         return super().wants_telemetry or self._surveys.awaited is not None
 
     def survey(self, bucket: int) -> Survey | None:
-        return self._gains.survey if self._surveys.due and not self._ramping else None
+        return self._gains.survey if self._surveys.due else None
 
     def start(self, shapes: Sequence[Shape], transport: Transport) -> Rounds[None]:
         group = transport.group
@@ -229,19 +196,9 @@ class Flexible(MeasuredPolicy):
 
     def plan(self, bucket: int) -> Plan:
         first = max(self.options, key=lambda option: option.ratio)
-        if not self._ramping:
-            return self._selector.plan(bucket, self._table.rows[bucket][self.current or first], self._now.reason)
-        ratio = 1 + (self.most - 1) * self._now.ramped / self.ramp
-        option = next(option for option in self.options if option.ratio == self._table.ratios[-1])
-        reason = f"ratio {ratio:.4g}, step {self._now.ramped} of the ramp"
-        rows, compressor = self._table.rows[bucket][option], at_ratio(self.compressor, ratio)
-        # Its seconds would count for the largest candidate, so they are not learned from
-        return replace(self._selector.plan(bucket, rows, reason, compressor), settled=False, prediction=None)
+        return self._selector.plan(bucket, self._table.rows[bucket][self.current or first], self._reason)
 
     def on_step_end(self, step: int, outcomes: Sequence[BucketOutcome]) -> None:
-        if self._ramping:
-            self._now.ramped += 1
-            return
         surveys, run = self._surveys, self._run
         surveys.age += 1
         if surveys.due:
@@ -275,7 +232,7 @@ class Flexible(MeasuredPolicy):
     def state_dict(self) -> dict[str, Any]:
         seen = [[option.ratio, option.kind, share] for option, share in self._gains.seen.items()]
         current = None if self.current is None else [self.current.ratio, self.current.kind]
-        return {"current": current, "seen": seen, "ramped": self._now.ramped}
+        return {"current": current, "seen": seen}
 
     def load_state_dict(self, state: Mapping[str, Any], cost: CostModel | None) -> None:
         # The last choice runs until gradients have been surveyed
@@ -286,8 +243,7 @@ class Flexible(MeasuredPolicy):
             self.current = None
         seen = state.get("seen", [])
         self._gains.seen = {Option(float(ratio), str(kind)): float(share) for ratio, kind, share in seen}
-        self._now.ramped = int(state.get("ramped", self.ramp))  # a run without a ramp has none after it is resumed
-        self._now.reason = "as before the restart: no gradient statistics yet"
+        self._reason = "as before the restart: no gradient statistics yet"
         self._surveys.due, self._run = True, _Run()
 
     def objectives(self) -> Objectives:
@@ -301,10 +257,6 @@ class Flexible(MeasuredPolicy):
                 spectral = self._gains.spectral[self._table.ratios.index(option.ratio)]
                 gains[place] = spectral * self._gains.seen.get(option, 1.0)
         return np.stack((seconds, 1 / np.maximum(gains, _MIN_GAIN)), axis=1)
-
-    @property
-    def _ramping(self) -> bool:
-        return self._now.ramped < self.ramp
 
     def _by_option(self, table: PlanTable) -> dict[Option, NDArray[np.int64]]:
         found: dict[Option, list[int]] = {}
@@ -341,36 +293,12 @@ class Flexible(MeasuredPolicy):
         if self._gains.spectral is None:
             return
         objectives = self.objectives()
-        places = np.arange(len(self.options)) if self.solver == "exact" else self._evolve(objectives)
-        found, on_front = pick(objectives[places], self.choice, _WEIGHTS)
-        place = int(places[found])
+        place, on_front = pick(objectives, _WEIGHTS)
         option = self.options[place]
         if option != self.current:
             self.current, self._run = option, _Run()
-        self._now.reason = (
-            f"ratio {option.ratio:.4g} by {option.kind}, gain {1 / objectives[place, 1]:.3f}, "
-            f"{self.choice} of a front of {on_front}"
-        )
-
-    def _evolve(self, objectives: Objectives) -> NDArray[np.int64]:
-        """Return the options nearest to the front that NSGA-II finds, in the logarithm of the ratio and the kind."""
-        kinds = list(dict.fromkeys(option.kind for option in self.options))
-        places = {kind: [p for p, option in enumerate(self.options) if option.kind == kind] for kind in kinds}
-        grids = {kind: np.log([self.options[place].ratio for place in members]) for kind, members in places.items()}
-
-        def evaluate(variables: NDArray[np.float64]) -> Objectives:
-            out = np.empty((len(variables), 2))
-            for row, (ratio, number) in zip(out, variables, strict=True):
-                kind = kinds[min(int(number), len(kinds) - 1)]
-                row[:] = [np.interp(ratio, grids[kind], column) for column in objectives[places[kind]].T]
-            return out
-
-        found = evolve(evaluate, [math.log(self.least), 0.0], [math.log(self.most), float(len(kinds))])
-        nearest = set()
-        for ratio, number in found:
-            kind = kinds[min(int(number), len(kinds) - 1)]
-            nearest.add(places[kind][int(np.abs(grids[kind] - ratio).argmin())])
-        return np.array(sorted(nearest))
+        gain = 1 / objectives[place, 1]
+        self._reason = f"ratio {option.ratio:.4g} by {option.kind}, gain {gain:.3f}, weighted of a front of {on_front}"
 
 
 def candidates(least: float, most: float, factor: float) -> list[float]:
@@ -389,48 +317,15 @@ def pareto_front(objectives: Objectives) -> NDArray[np.int64]:
     return rows[np.lexsort(objectives[rows].T[::-1])]
 
 
-def pick(objectives: Objectives, choice: str, weights: Sequence[float]) -> tuple[int, int]:
+def pick(objectives: Objectives, weights: Sequence[float]) -> tuple[int, int]:
     """Return the row that is chosen from the front, and the rows on the front.
 
-    Objectives are scaled to 0 for the best and 1 for the worst row on the front. ``"weighted"`` takes the row whose
-    worst weighted objective is least (achievement scalarizing), ``"knee"`` the one that is farthest below the plane
-    through the ends of the front.
+    Objectives are scaled to 0 for the best and 1 for the worst row on the front. It is the row whose worst weighted
+    objective is least (achievement scalarizing).
     """
     best = pareto_front(objectives)
     front = objectives[best]
     ideal, nadir = front.min(axis=0), front.max(axis=0)
     scaled = (front - ideal) / np.where(nadir > ideal, nadir - ideal, 1.0)
-    scores = (scaled * np.asarray(weights)).max(axis=1) if choice == "weighted" else scaled.sum(axis=1)
+    scores = (scaled * np.asarray(weights)).max(axis=1)
     return int(best[scores.argmin()]), best.size
-
-
-def check_installed() -> None:
-    """Raise `ConfigurationError` if a package that `evolve` needs is not installed."""
-    if find_spec("pymoo") is None:
-        raise ConfigurationError(
-            "flexible: NSGA-II needs pymoo, which is not installed; pip install 'mpicomp[nsga]', or use solver='exact'"
-        )
-
-
-def evolve(
-    evaluate: Callable[[NDArray[np.float64]], Objectives], least: Sequence[float], most: Sequence[float]
-) -> NDArray[np.float64]:
-    """Return a front of real variables within bounds, by NSGA-II with the paper's settings; deterministic."""
-    check_installed()
-    from pymoo.algorithms.moo.nsga2 import NSGA2
-    from pymoo.core.problem import Problem
-    from pymoo.operators.crossover.sbx import SBX
-    from pymoo.operators.mutation.pm import PM
-    from pymoo.optimize import minimize
-
-    class _Problem(Problem):  # type: ignore[misc]  # pymoo has no types
-        def _evaluate(self, x: NDArray[np.float64], out: dict[str, Any], *_: Any, **__: Any) -> None:
-            out["F"] = evaluate(x)
-
-    lower, upper = np.asarray(least, float), np.asarray(most, float)
-    problem = _Problem(n_var=lower.size, n_obj=evaluate(lower[None]).shape[1], xl=lower, xu=upper)
-    algorithm = NSGA2(
-        pop_size=_POPULATION, n_offsprings=_OFFSPRING, crossover=SBX(prob=0.9, eta=15), mutation=PM(eta=20)
-    )
-    found: NDArray[np.float64] = minimize(problem, algorithm, ("n_gen", _GENERATIONS), seed=_SEED).X
-    return np.atleast_2d(found)

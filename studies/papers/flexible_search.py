@@ -16,7 +16,7 @@ from mpicomp.cost.formulas import Terms, allgather, broadcast, ring, tree
 from mpicomp.mpi.rounds import Rounds
 from mpicomp.mpi.transport import Transport
 from mpicomp.policies import Plan, Policy, Shape, UserSettings
-from mpicomp.systems.flexible import Objectives, candidates, evolve, pick
+from mpicomp.systems.flexible import Objectives, candidates, pick
 
 TRIAL_STEPS = 10  # of each candidate
 _WEIGHTS = (0.6, 0.6, 0.4)  # of both times and of 1 / gain: the code has one time at 0.6, the paper gives no weights
@@ -24,6 +24,9 @@ _CHANGES = 5  # of the gain from step to step, whose mean counts: the window of 
 _BETWEEN = 4  # ratios that can run for each factor between two candidates
 _MIN_GAIN = 1e-9  # smallest gain that is divided by
 _ALL_BYTES = 1 << 62  # of a bucket that holds everything
+# Of NSGA-II, as in the published code
+_POPULATION, _OFFSPRING, _GENERATIONS = 40, 10, 40
+_SEED = 1  # the same on all ranks
 COLLECTIVES = {"allgather": "allgather", "ring": "star-topk:ring", "tree": "star-topk:recursive-doubling"}
 
 
@@ -157,7 +160,7 @@ class Search:
             count = _BETWEEN * (grid.size - 1) + 1
             ratios = np.unique([*ratios, *np.geomspace(self.least, self.most, count)])
         found = evaluate(points)
-        place, on_front = pick(found, "weighted", _WEIGHTS)
+        place, on_front = pick(found, _WEIGHTS)
         self.ratio = float(ratios[np.abs(np.log(ratios) - points[place, 0]).argmin()])
         return f"ratio {self.ratio:.4g}, gain {1 / found[place, 2]:.3f}, weighted of a front of {on_front}"
 
@@ -187,3 +190,26 @@ def published_choice(ranks: int, nbytes: float, latency: float, seconds_per_byte
     if latency_bytes * (ranks - 1 - depth) < (depth - (ranks - 1) / ranks) * nbytes:
         return "ring" if latency_bytes < (1 - 1 / ranks - depth / (2 * (ranks - 1))) * nbytes else "allgather"
     return "tree" if latency_bytes < ((ranks - 1) / depth - 1.5) * nbytes else "allgather"
+
+
+def evolve(
+    evaluate: Callable[[NDArray[np.float64]], Objectives], least: Sequence[float], most: Sequence[float]
+) -> NDArray[np.float64]:
+    """Return a front of real variables within bounds, by NSGA-II with the paper's settings; deterministic."""
+    from pymoo.algorithms.moo.nsga2 import NSGA2
+    from pymoo.core.problem import Problem
+    from pymoo.operators.crossover.sbx import SBX
+    from pymoo.operators.mutation.pm import PM
+    from pymoo.optimize import minimize
+
+    class _Problem(Problem):  # type: ignore[misc]  # pymoo has no types
+        def _evaluate(self, x: NDArray[np.float64], out: dict[str, Any], *_: Any, **__: Any) -> None:
+            out["F"] = evaluate(x)
+
+    lower, upper = np.asarray(least, float), np.asarray(most, float)
+    problem = _Problem(n_var=lower.size, n_obj=evaluate(lower[None]).shape[1], xl=lower, xu=upper)
+    algorithm = NSGA2(
+        pop_size=_POPULATION, n_offsprings=_OFFSPRING, crossover=SBX(prob=0.9, eta=15), mutation=PM(eta=20)
+    )
+    found: NDArray[np.float64] = minimize(problem, algorithm, ("n_gen", _GENERATIONS), seed=_SEED).X
+    return np.atleast_2d(found)

@@ -231,7 +231,6 @@ def _among_ranks(asked: Sequence[Mapping[str, Any]]) -> int:
 def arms(steps: int) -> dict[str, paper_runs.Arm]:
     """Return the exchanges of schedules; as five of the paper's fifty epochs, a tenth of the steps is a ramp."""
     published = {"ramp": steps // 10}
-    here = {"id": "flexible", "every": 50}
     return {
         "dense": paper_runs.DENSE,
         **{f"top-k {ratio:g} by allgather": paper_runs.Arm({"id": "topk", "ratio": ratio}, "allgather")
@@ -241,9 +240,7 @@ def arms(steps: int) -> dict[str, paper_runs.Arm]:
         }) for name in ("allgather", "star-topk:ring")},
         "as published": paper_runs.Arm(search=published),
         "as published, averages left": paper_runs.Arm(search=published, buffers=False),
-        "here": paper_runs.Arm(policy=here),
-        "here, NSGA-II": paper_runs.Arm(policy=here | {"solver": "nsga2"}),
-        "here, a ramp first": paper_runs.Arm(policy=here | {"ramp": steps // 10}),
+        "here": paper_runs.Arm(policy={"id": "flexible", "every": 50}),
     }  # fmt: skip
 
 

@@ -14,8 +14,7 @@ from mpicomp.testing import checks
 WRONG = {  # values that a setting cannot have, each by itself
     "accordion": {"least": [0.2], "most": [0], "every": [0], "threshold": [0]},
     "flexible": {
-        "least": [0.2], "most": [2], "factor": [1, 0.5], "gain_threshold": [0], "choice": ["best"], "solver": ["guess"],
-        "every": [0], "ramp": [-1],
+        "least": [0.2], "most": [2], "factor": [1, 0.5], "gain_threshold": [0], "every": [0],
     },
     "gravac": {
         "least": [0.2], "most": [2], "window": [0], "omega": [-0.1, 1.1], "epsilon": [0, 1.1], "smoothing": [0.0],
