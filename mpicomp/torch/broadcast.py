@@ -32,14 +32,13 @@ def broadcast_parameters(
 ) -> None:
     """Overwrite every rank's parameters and buffers with the root's, in place.
 
-    Collective over ``comm``. Tensors of every dtype are sent, bit for bit, sparse ones among them.
+    Collective over ``comm``. Strided tensors of every dtype are sent, bit for bit.
 
     Parameters
     ----------
     model : torch.nn.Module, mapping or iterable of (name, tensor)
-        A module stands for its parameters and persistent buffers (``model.state_dict()``), and for the extra state of
-        its modules (``get_extra_state``), which may consist of tensors, numbers, strings, dicts and lists. Other
-        entries of a ``state_dict()`` are passed over, with a warning.
+        A module stands for its parameters and persistent buffers (``model.state_dict()``). Other entries of a
+        ``state_dict()``, such as the extra state of modules, are passed over, with a warning.
     root : int
         The rank whose values are sent.
     comm : mpi4py.MPI.Comm, Transport or None
@@ -50,8 +49,8 @@ def broadcast_parameters(
     DisagreementError
         Where names, dtypes, layouts or shapes differ between ranks, before any data moves.
     ArrayTypeError, ConfigurationError
-        On all ranks: for an object that is no tensor or has no values, such as parameters of lazy modules and on the
-        device ``meta``; where there is nothing to send; for a root that is no rank.
+        On all ranks: for an object that is no strided tensor or has no values, such as parameters of lazy modules and
+        on the device ``meta``; where there is nothing to send; for a root that is no rank.
     """
     run_over(comm, lambda group: _send_parameters(model, root, group))
 
@@ -88,32 +87,15 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root: int = 0, c
 def _send_parameters(model: Any, root: int, group: Group) -> Rounds[None]:
     problem: MpicompError | None = None
     specs: list[ArraySpec] | None = None
-    states: dict[str, Any] = {}  # extra ones of modules, on the root
     try:
         _check_root(root, group, _PARAMETERS)
         entries = _entries_of(model, group)
         specs = [ArraySpec(name, _kind(name, entry), tuple(getattr(entry, "shape", ()))) for name, entry in entries]
-        for name, entry in entries if group.rank == root else ():
-            if isinstance(entry, torch.nn.Module):
-                states[name] = entry.get_extra_state()
-                advice = "pass the model's tensors alone: model.named_parameters()"
-                _check_sendable(states[name], _PARAMETERS, f"'{name}'", advice)
     except MpicompError as error:
         problem = error
     yield from agree(None if specs is None else Signature({"root": root}, specs), problem, group, _PARAMETERS)
-    for name, entry in entries:
-        if isinstance(entry, torch.nn.Module):
-            state = yield from _value_from_root(states.get(name), torch.empty(0), root, group)
-            if group.rank != root:
-                entry.set_extra_state(state)
-        elif entry.layout == torch.strided:
-            yield from from_root(exchanged(entry), root, group)
-        else:
-            new = yield from _value_from_root(entry, entry, root, group)
-            with torch.no_grad():
-                if entry.layout != torch.sparse_coo:
-                    entry.resize_as_sparse_(new)
-                entry.copy_(new)  # of a detached one it would reach neither indices nor values
+    for _, entry in entries:
+        yield from from_root(exchanged(entry), root, group)
 
 
 def _send_state(optimizer: Any, root: int, group: Group) -> Rounds[None]:
@@ -138,9 +120,15 @@ def _send_state(optimizer: Any, root: int, group: Group) -> Rounds[None]:
             held: list[tuple[Any, Any]] = [(None, settings) for settings in plain]
             held += [(parameter, optimizer.state.get(parameter)) for _, parameter in members]
             empty = [_plain(value, parameter, lambda _: torch.empty(0)) for parameter, value in held]
-            _check_sendable(
-                empty, _STATE, f"the state of {type(optimizer).__name__}", "load the checkpoint on every rank"
-            )
+            try:  # reading runs no code
+                _loaded(_saved(empty))
+            except Exception as error:
+                text = str(error).partition("\n")[0]
+                raise ConfigurationError(
+                    f"{_STATE}: the state of {type(optimizer).__name__} must consist of tensors, numbers, strings, "
+                    f"dicts and lists, and cannot be sent ({type(error).__name__}: {text:.80}); load the checkpoint on "
+                    "every rank"
+                ) from None
     except MpicompError as error:
         problem = error
     yield from agree(signature, problem, group, _STATE)
@@ -217,17 +205,6 @@ def _value_from_root(value: Any, parameter: torch.Tensor, root: int, group: Grou
     return _loaded(bytes(received), lambda data, place: restore(data, place if place == "cpu" else device))
 
 
-def _check_sendable(value: Any, subsystem: str, noun: str, advice: str) -> None:
-    try:  # reading runs no code
-        _loaded(_saved(value))
-    except Exception as error:
-        text = str(error).partition("\n")[0]
-        raise ConfigurationError(
-            f"{subsystem}: {noun} must consist of tensors, numbers, strings, dicts and lists, and cannot be sent "
-            f"({type(error).__name__}: {text:.80}); {advice}"
-        ) from None
-
-
 def _saved(value: Any) -> bytes:
     file = io.BytesIO()
     torch.save(value, file)
@@ -245,13 +222,9 @@ def _entries_of(model: Any, group: Group) -> list[tuple[str, Any]]:
             f"{_PARAMETERS}: a model is needed, got {'the state of an optimizer' if is_state else type(model).__name__}"
             "; call mpicomp.torch.broadcast_optimizer_state(optimizer)"
         )
-    modules: dict[str, Any] = {}
     advice = "an iterator such as model.named_parameters() is used up after its first use: pass a new one, or the model"
     if isinstance(model, torch.nn.Module):
-        for name, module in model.named_modules():
-            if type(module).get_extra_state is not torch.nn.Module.get_extra_state:
-                modules[f"{name}{'.' if name else ''}_extra_state"] = module
-        pairs = [pair for pair in model.state_dict(keep_vars=True).items() if pair[0] not in modules]
+        pairs = list(model.state_dict(keep_vars=True).items())
         advice = "models in a plain list or dict are not registered: use torch.nn.ModuleList or ModuleDict"
     else:
         pairs = to_pairs(model, _PARAMETERS, "pass the model, or model.named_parameters()")
@@ -262,14 +235,12 @@ def _entries_of(model: Any, group: Group) -> list[tuple[str, Any]]:
         if others and group.rank == 0:
             warn_user(f"{_PARAMETERS}: passed over, since they are no tensors: {', '.join(map(repr, others))}")
         pairs = [(name, value) for name, value in pairs if name not in others]
-    if not pairs and not modules:
+    if not pairs:
         raise ConfigurationError(f"{_PARAMETERS}: there is no tensor to send; {advice}")
-    return [*pairs, *modules.items()]
+    return pairs
 
 
 def _kind(name: str, entry: Any) -> str:
-    if isinstance(entry, torch.nn.Module):
-        return "extra state"
     if not isinstance(entry, torch.Tensor):
         raise ArrayTypeError(
             f"{_PARAMETERS}: '{name}' must be a tensor, got {type(entry).__name__}; pass the model's tensors alone: "
@@ -282,13 +253,13 @@ def _kind(name: str, entry: Any) -> str:
         problem = "; ".join(refusal_of(entry) or ())
     elif entry.is_meta:
         problem = "is on the device 'meta' and has no values; call model.to_empty(device=...) first"
+    elif entry.layout != torch.strided:
+        problem = f"has the layout {entry.layout}; send its indices and values by themselves"
     elif entry.is_quantized:
         problem = "is quantised; pass tensor.int_repr(), and set the same scales on all ranks"
     if problem is not None:
         raise ConfigurationError(f"{_PARAMETERS}: '{name}' {problem}")
     kind = spec_of(name, entry).dtype
-    if entry.layout != torch.strided:
-        return f"{kind}, {str(entry.layout).removeprefix('torch.')}"
     expanded = [axis for axis, stride in enumerate(entry.stride()) if stride == 0 and entry.shape[axis] > 1]
     return f"{kind} expanded along {expanded}" if expanded else kind
 

@@ -16,7 +16,6 @@ from mpicomp.mpi.rounds import Group, Pending, Round, Rounds, gather_rows
 from mpicomp.reducer.agreement import Signature, agree
 from mpicomp.torch.broadcast import as_bytes
 from mpicomp.torch.combined import optimizers_in
-from mpicomp.torch.parameters import MAX_NORM_ADVICE
 from mpicomp.torch.shards import array_specs, exchanged, local_of, whole_of
 
 COMPARE_EVERY = 500  # default steps from one comparison of replicas to the next: it costs under a thousandth
@@ -34,7 +33,6 @@ _SAMPLE_SIZE = 64  # elements of a parameter that are compared
 _FILLED = f"backward has filled gradients {_REPORTED_AT} times without a step() or synchronize()"
 _MESSAGES = {
     "values": "parameter '{name}' has other values on {ranks} than on rank 0; {advice}",
-    "renormed": f". If it belongs to one: {MAX_NORM_ADVICE}",
     "batches": "the gradients of all {size} ranks were the same in the first steps, bit for bit, so all ranks draw the "
     "same batches and their number gains nothing; give each rank a share of the data, as by "
     "torch.utils.data.DistributedSampler(dataset, ranks, rank), or seed the sampler by the rank. Pass "
@@ -60,9 +58,8 @@ def check_same(tensors: Mapping[str, torch.Tensor], group: Group, subsystem: str
     rows = (yield from gather_rows(digests, group)).reshape(group.size, len(tensors), _DIGEST_BYTES)
     for name, differs in zip(tensors, (rows != rows[0]).any(axis=2).T, strict=True):
         if differs.any():
-            renormed = yield from gather_rows(np.uint8(_is_renormed(tensors[name])), group)
             text = _MESSAGES["values"].format(name=name, ranks=_ranks_text(differs), advice=advice)
-            raise DisagreementError(f"{subsystem}: {text}{_MESSAGES['renormed'] if renormed.any() else ''}")
+            raise DisagreementError(f"{subsystem}: {text}")
 
 
 class Fingerprint:
@@ -339,15 +336,6 @@ def _ranks_text(flags: NDArray[Any]) -> str:
 
 def _setting_names(optimizer: torch.optim.Optimizer) -> set[str]:
     return {name for member in optimizers_in(optimizer) for name in member.defaults}
-
-
-def _is_renormed(tensor: torch.Tensor) -> bool:
-    # Many rows then have the same norm, as after lookups in an Embedding with max_norm.
-    if tensor.dim() != 2 or not tensor.is_floating_point() or len(tensor) < 2:
-        return False
-    digits = (tensor.detach().double().norm(dim=1).log() * 1e5).round()
-    _, counts = digits[digits.isfinite()].unique(return_counts=True)
-    return counts.numel() > 0 and int(counts.max()) >= max(2, len(tensor) // 1000)
 
 
 def _to_json(value: Any) -> Any:

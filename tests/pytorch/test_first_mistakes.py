@@ -90,7 +90,7 @@ def test_forward_that_writes_to_a_weight_is_named(comm, make):
     with pytest.raises(ConfigurationError, match=r"'rows' has max_norm=0.5: forward .* writes to its weight.*renorm_"):
         make(sgd(model), model, comm=comm)
     optimizer = close_at_end(make(sgd(model), model.named_parameters(), comm=comm))
-    with pytest.raises(DisagreementError, match=r"parameter 'rows.weight' has other values.*max_norm= writes to"):
+    with pytest.raises(DisagreementError, match=r"parameter 'rows.weight' has other values"):
         train(model, optimizer, range(2), comm.rank, lambda m, _, rank: m(torch.arange(3) + 3 * rank % 12))
 
 
