@@ -72,8 +72,6 @@ UNBIASED_REPRESENTATIVES = [  # refused with error feedback
 UNBIASED_OTHERS = [
     mpicomp.QSGD(bits=2, norm="l2"),
     mpicomp.Uniform(bits=1, bucket=64, rounding="stochastic"),
-    mpicomp.RandomK(ratio=0.3, scaled=True),
-    mpicomp.BlockRandomK(ratio=0.3, scaled=True),
     mpicomp.MaxNorm(),
     mpicomp.TernGrad(),
 ]

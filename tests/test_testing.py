@@ -146,7 +146,6 @@ def shrinks(self, array, message, sent, key):
     ("base", "members", "law", "message"),
     [
         (Positions, {"shared": False}, "positions", "positions differ between ranks"),
-        (Positions, {"weights": lambda self, numel: 10.0}, "feedback_contracts", "more is kept back than there was"),
         (mpicomp.QSGD, {"pack": rounds_to_the_nearest}, "unbiased", r"off by [\d.]+ standard errors"),
         (mpicomp.QSGD, {"pack": shrinks}, "unbiased", r"off by [\d.]+ standard errors"),
         (mpicomp.TopK, {"get_config": lambda self: {"id": self.id}}, "configuration", "does not give an equal"),

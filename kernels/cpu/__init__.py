@@ -9,7 +9,6 @@ import typing
 
 from mpicomp.kernels.cpu.above_threshold import (
     TailStatistics,
-    counts_above,
     select_above,
     select_listed,
     tail_statistics,

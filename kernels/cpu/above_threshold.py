@@ -1,6 +1,5 @@
 """Kernels for the elements above a threshold: count them, sum their excess, and select them."""
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -34,11 +33,6 @@ def tail_statistics(array: Floats, threshold: float, stride: int = 1, threads: i
     return TailStatistics(
         sum(int(part[0]) for part in parts), sum(part[1] for part in parts), sum(part[2] for part in parts)
     )
-
-
-def counts_above(array: Floats, thresholds: Sequence[float], threads: int = 1) -> list[int]:
-    """Count the elements above each of several thresholds; a device takes one sweep for a few and does not wait."""
-    return [tail_statistics(array, threshold, 1, threads).count for threshold in thresholds]
 
 
 def select_above(array: Floats, threshold: float, base: int, indices: Indices, values: Floats, count: int) -> int:

@@ -54,7 +54,6 @@ from mpicomp.kernels.gpu.select import (
 from mpicomp.kernels.gpu.sidco import Estimate, sidco
 from mpicomp.kernels.gpu.sweeps import (
     accumulate,
-    counts_above,
     energy,
     logarithms,
     momentum,

@@ -10,7 +10,6 @@ from mpicomp.kernels.gpu.select import Listing
 from mpicomp.kernels.gpu.workspace import COLUMNS, Partials, reuse
 
 _PER_BLOCK = 64 * 1024  # elements that a block of `spectrum` counts
-_AT_ONCE = 8  # thresholds of a launch
 
 
 @twin_of(cpu.accumulate)
@@ -86,19 +85,6 @@ def tail_statistics(array, threshold, stride=1, threads=1):
         array, array.size, sampled, stride, *scalar_arg(threshold, np.float64), partials.memory,
     )  # fmt: skip
     return cpu.TailStatistics(partials.count(), partials.total(1), partials.total(2))
-
-
-@twin_of(cpu.counts_above)
-def counts_above(array, thresholds, threads=1):
-    blocks = sweeps(array.size, array.dtype)
-    counts: list[Any] = []
-    for first in range(0, len(thresholds), _AT_ONCE):
-        limits = [float(threshold) for threshold in thresholds[first : first + _AT_ONCE]]
-        filled = limits + [limits[0]] * (_AT_ONCE - len(limits))
-        partials = reuse(Partials, blocks, _AT_ONCE)
-        launch("sweep", "counts_above", array.dtype, blocks, array, array.size, *filled, partials.memory)
-        counts += [partials.total(column) for column in range(len(limits))]
-    return counts
 
 
 # Energies are good to 3e-5 and have the same bits at every call.

@@ -16,7 +16,7 @@ from mpicomp.compressors.dense import Dense
 from mpicomp.compressors.kinds import Sparsifier
 from mpicomp.compressors.wire import Selection
 from mpicomp.errors import MessageError
-from mpicomp.gpu import current_device, to_python
+from mpicomp.gpu import to_python
 from mpicomp.kernels import sizes
 from mpicomp.mpi.rounds import Group, Round, Rounds
 from mpicomp.registry import register
@@ -80,7 +80,7 @@ class ARTopk(Scheme[Sparsifier]):
         problem = None
         if not all(to_python(right)):
             problem = MessageError(f"{self.id}: from rank {leader}: indices do not ascend below {numel}")
-        return (yield from exchange_at(indices, 1.0, accumulated, context, self._sum, problem))
+        return (yield from exchange_at(indices, accumulated, context, self._sum, problem))
 
     def _share(self, leader: int, count: int, numel: int) -> Round:
         if self.compressor.wire_for(count, numel).indices == "plain":
@@ -155,7 +155,6 @@ class VarTopk(ARTopk):
 
 def exchange_at(
     indices: NDArray[np.uint32],
-    weights: NDArray[np.floating] | float,
     accumulated: Accumulated,
     context: Context,
     inner: Scheme[Any],
@@ -168,25 +167,15 @@ def exchange_at(
     array, dtype = accumulated.array(), accumulated.dtype
     buffer = context.workspace.array("positions", indices.size + TRAILER, dtype)
     values = buffer[: indices.size]
-    weighted = isinstance(weights, np.ndarray) or weights != 1
     right, kept, lost = False, 0.0, 0.0
     if problem is None:
         gathered = kernels.gather(array, indices, values)
-        right, kept = accumulated.to_host(gathered, 0.0 if weighted else kernels.energy(values))
+        right, kept = accumulated.to_host(gathered, kernels.energy(values))
         if not right:
             wrong = f"an index of the ranks' common positions is not below {accumulated.numel}"
             problem = MessageError(f"{inner.id}: {wrong}")
     if problem is not None:
         values[:] = 0
-    elif weighted:
-        factors = weights
-        if isinstance(weights, np.ndarray):
-            factors = current_device().to_device(weights.astype(dtype, copy=False))
-        with np.errstate(over="ignore", invalid="ignore"):
-            np.multiply(values, factors, out=values, casting="same_kind")
-            exact = array[indices]
-            before, after = to_python(kernels.energy(exact), kernels.energy(exact - values))
-            lost = float(accumulated.energy - before + after)  # scaled values may have more energy than the array
     else:
         lost = max(0.0, accumulated.energy - kept)
     stale = accumulated.stale or problem is not None

@@ -13,6 +13,7 @@ from mpicomp.compressors.base_compressor import Compressor
 from mpicomp.compressors.context import Context
 from mpicomp.compressors.dense import Dense
 from mpicomp.compressors.kinds import SharedSparsifier
+from mpicomp.compressors.quantize import MaxNorm
 from mpicomp.compressors.wire import SHARING
 from mpicomp.errors import ConfigurationError, IncompatiblePairError
 from mpicomp.mpi.rounds import Group, Round
@@ -125,7 +126,7 @@ def _variants(compressor: Compressor, above: tuple[str, ...]) -> list[str]:
 
 
 def _values_of(compressor: SharedSparsifier) -> Compressor:
-    return compressor.values or Dense(wire=compressor.wire)
+    return MaxNorm(bits=8, rounding="nearest") if compressor.wire == "q8" else Dense(wire=compressor.wire)
 
 
 class SharedPositions(Scheme[SharedSparsifier]):
@@ -145,4 +146,4 @@ class SharedPositions(Scheme[SharedSparsifier]):
     def exchange(self, accumulated: Accumulated, context: Context) -> Exchange:
         numel = accumulated.numel
         indices = self.compressor.drawn(numel, context)
-        return (yield from exchange_at(indices, self.compressor.weights(numel), accumulated, context, self._inner))
+        return (yield from exchange_at(indices, accumulated, context, self._inner))

@@ -29,8 +29,7 @@ Stacks = list[NDArray[np.floating]]
 class LowRank(Scheme[PowerSGD]):
     """Sums of all matrices' left factors, then of the right ones; all other parameters travel with the first sum.
 
-    Sums are linear in the matrices, so any dense collective can be the inner one. In further iterations the mean of the
-    right factors takes the place of that of the step before.
+    Sums are linear in the matrices, so any dense collective can be the inner one.
     """
 
     id: ClassVar[str] = "low-rank"
@@ -54,14 +53,13 @@ class LowRank(Scheme[PowerSGD]):
         return Dense(wire=getattr(compressor, "wire", None))
 
     def rounds(self, numel: int, dtype: np.dtype[Any], group: Group, step: int = 0) -> list[Round]:
-        if not self._compresses(step):
+        if not self._matrices:
             return self._sum.rounds(numel, dtype, group, step)
-        sizes = [self._left_size, self._right_size] * self.compressor.iterations
-        sizes[0] += numel - self._held
+        sizes = self._left_size + numel - self._held, self._right_size
         return [task for size in sizes for task in self._sum.rounds(size, dtype, group, step)]
 
     def exchange(self, accumulated: Accumulated, context: Context) -> Exchange:
-        if not self._compresses(context.step):
+        if not self._matrices:
             return (yield from self._sum.exchange(accumulated, context))
         numel, workspace = accumulated.numel, context.workspace
         if numel != self._numel:
@@ -74,11 +72,14 @@ class LowRank(Scheme[PowerSGD]):
         self._begin(rights, context)
         for part, packed in self._rest:
             sums.rest[packed] = accumulated.array()[part]
-        for iteration in range(self.compressor.iterations):
-            if iteration > 0:
-                following = self._factors(sums.right_mean)
-                _scale(following, *_largest(following), rights, context)
-            bases = yield from self._factor_step(matrices, lefts, rights, sums)
+        # Algorithm 1 of the paper
+        for matrix, p, q in zip(matrices, lefts, rights, strict=True):
+            multiply(matrix, q, p)  # P = M Q
+        means = self._factors((yield from sums.average_left()), True)
+        bases = [orthogonalize(sums.finite(p)) for p in means]
+        for matrix, p, q in zip(matrices, bases, rights, strict=True):
+            multiply(matrix.transpose(0, 2, 1), p, q)  # Q = M^T P
+        yield from sums.average_right()
         second, problem = sums.right_sum, sums.problem
         if problem is not None:
             return failed_result(accumulated, problem, sums.stale)
@@ -96,22 +97,8 @@ class LowRank(Scheme[PowerSGD]):
         for whole, values in zip((mean, sent), sums.delivered_rest, strict=True):
             for part, packed in self._rest:
                 whole[part] = values[packed]
-        kept = float(sums.rest.size + self.compressor.iterations * (self._left_size + self._right_size))
+        kept = float(sums.rest.size + self._left_size + self._right_size)
         return replace(second, mean=mean, sent=sent, kept=kept, nonfinite=sums.nonfinite, stale=sums.stale)
-
-    def _factor_step(self, matrices: Stacks, ps: Stacks, qs: Stacks, sums: "_FactorSums") -> Rounds[Stacks]:
-        """Run one power iteration, algorithm 1 of the paper, and return the orthonormal P of each stack."""
-        for matrix, p, q in zip(matrices, ps, qs, strict=True):
-            multiply(matrix, q, p)  # P = M Q
-        means = self._factors((yield from sums.average_left()), True)
-        bases = [orthogonalize(sums.finite(p)) for p in means]
-        for matrix, p, q in zip(matrices, bases, qs, strict=True):
-            multiply(matrix.transpose(0, 2, 1), p, q)  # Q = M^T P
-        yield from sums.average_right()
-        return bases
-
-    def _compresses(self, step: int) -> bool:
-        return bool(self._matrices) and step >= self.compressor.start_step
 
     def _factors(self, array: NDArray[np.floating], left: bool = False) -> Stacks:
         """Return views of the factors of each stack, shape (count, rows or columns, rank)."""
@@ -124,7 +111,7 @@ class LowRank(Scheme[PowerSGD]):
 
     def _begin(self, rights: Stacks, context: Context) -> None:
         """Write the initial right factors, the same on all ranks: known columns, and random ones for a larger rank."""
-        known = context.memory.get("factors", []) if self.compressor.warm_start else []
+        known = context.memory.get("factors", [])
         begun = {}
         if len(known) == len(self._matrices):
             pairs = zip(self._matrices, known, strict=True)

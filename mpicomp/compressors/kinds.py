@@ -172,15 +172,6 @@ class SharedSparsifier(Sparsifier):
         accumulated.kernels.gather(accumulated.array(), indices, values)
         return Selection(indices, values)
 
-    def weights(self, numel: int) -> NDArray[np.floating] | float:
-        """Return factors that the sender applies to values: a number, or a host array wherever the bucket is."""
-        return 1.0
-
-    @property
-    def values(self) -> Compressor | None:
-        """The compressor of the selected values; None sends them as a dense array, see ``wire``."""
-        return None
-
 
 @dataclass(frozen=True, repr=False)
 class Quantiser(Compressor):

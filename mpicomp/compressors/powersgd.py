@@ -127,15 +127,9 @@ class PowerSGD(Compressor):
     rank : int
         Columns of the factors, at most the matrix's smaller side.
     min_compression_rate : float
-        A matrix is compressed if ``(rows + columns) * rank * iterations * min_compression_rate < rows * columns``.
-    start_step : int
-        Steps before this one are dense.
-    warm_start : bool
-        Whether a step begins with the factor of the step before, and not with a random one.
+        A matrix is compressed if ``(rows + columns) * rank * min_compression_rate < rows * columns``.
     layers : mapping of str to int, optional
         Ranks of parameters by patterns of names, see `TopK`.
-    iterations : int
-        Power iterations in a step, each of which takes two sums and sends both factors.
     rows : int, optional
         A matrix with more rows is cut into several of at most this many, each of this rank.
     wire : {None, "fp16", "bf16"}
@@ -143,8 +137,8 @@ class PowerSGD(Compressor):
 
     Notes
     -----
-    Names and defaults are those of PyTorch's hook, but for ``iterations``, ``rows``, ``rank`` (the paper's word; there
-    ``matrix_approximation_rank``, 1) and ``start_step`` (there ``start_powerSGD_iter``, 1000).
+    Names and defaults are those of PyTorch's hook, but for ``rows`` and ``rank`` (the paper's word;
+    there ``matrix_approximation_rank``, 1); ``warmup`` takes the place of its ``start_powerSGD_iter``.
     Different from the paper and published code:
 
     - A rank has sent the product of the common factor with **its** other one, not with the mean: nothing is lost over
@@ -167,27 +161,21 @@ class PowerSGD(Compressor):
 
     rank: int = 16
     min_compression_rate: float = 2.0
-    start_step: int = 0
-    warm_start: bool = True
     layers: Mapping[str, int] | None = None
-    iterations: int = 1
     rows: int | None = None
     wire: str | None = field(default=None, kw_only=True)
     matrices: tuple[Matrix, ...] = bound(())  # the compressed matrices of a bucket
 
     def __post_init__(self) -> None:
-        for name, least in (("rank", 1), ("start_step", 0), ("iterations", 1)):
-            check_least("powersgd", name, getattr(self, name), least)
+        check_least("powersgd", "rank", self.rank, 1)
         if self.rows is not None:
             check_least("powersgd", "rows", self.rows, 1)
-        check_choice("powersgd", "warm_start", self.warm_start, (True, False))
         check_choice("powersgd", "wire", self.wire, (None, "fp16", "bf16"))
         self._set(
             layers=check_layers("powersgd", "ranks", self.layers, partial(check_least, "powersgd")),
             min_compression_rate=check_range(
                 "powersgd", "min_compression_rate", self.min_compression_rate, 0, float("inf")
             ),
-            warm_start=bool(self.warm_start),
         )
 
     feedback = True  # the residual keeps the error of the projection
@@ -195,7 +183,7 @@ class PowerSGD(Compressor):
     def wire_bytes_per_element(self, itemsize: int) -> float:
         side = 1 << 10
         rows = min(self.rows or side, side)
-        return (1 / rows + 1 / side) * self.rank * self.iterations * (itemsize if self.wire is None else 2)
+        return (1 / rows + 1 / side) * self.rank * (itemsize if self.wire is None else 2)
 
     def bind_to(self, bucket: BucketParameters) -> Self:
         found, start = [], 0
@@ -206,11 +194,11 @@ class PowerSGD(Compressor):
                 for first in range(0, rows, most):
                     height = min(most, rows - first)
                     rank = min(self.rank_of(name), height, columns)
-                    values = (height + columns) * rank * self.iterations  # sent in place of the matrix
+                    values = (height + columns) * rank  # sent in place of the matrix
                     if values * self.min_compression_rate < height * columns:
                         found.append(Matrix(start + first * columns, height, columns, rank))
             start += size
-        return replace(self, start_step=self.start_step if bucket.warm_up else 0, matrices=tuple(found))
+        return replace(self, matrices=tuple(found))
 
     def rank_of(self, name: str) -> int:
         """Return the rank asked for a parameter of this name, whatever its shape."""

@@ -1,73 +1,32 @@
 """Random positions, the same on all ranks, so that no index travels."""
 
-from dataclasses import dataclass, field, replace
-from functools import lru_cache
-from typing import ClassVar, Self
+from dataclasses import dataclass, field
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mpicomp.compressors.base_compressor import Compressor
 from mpicomp.compressors.context import Context
 from mpicomp.compressors.kinds import SharedSparsifier
-from mpicomp.compressors.quantize import MaxNorm
-from mpicomp.errors import ConfigurationError
 from mpicomp.registry import register
-from mpicomp.setting_checks import check_choice
 
 _CHUNK_STRATA = 1 << 16  # strata that are drawn at once, in the cache
 
 
-@dataclass(frozen=True, repr=False)
-class _Random(SharedSparsifier):
-    ratio: float = 0.01
-    scaled: bool = False
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_choice(self.id, "scaled", self.scaled, (True, False))
-        self._set(scaled=bool(self.scaled))
-        if self.scaled and self.wire == "q8":
-            raise ConfigurationError(f"{self.id}: scaled=True needs wire None, 'fp16' or 'bf16', got 'q8'")
-
-    @property
-    def feedback(self) -> bool:  # type: ignore[override]  # scaled values are unbiased, and the residual would not shrink
-        return not self.scaled
-
-    @property
-    def contractive(self) -> bool:
-        return not self.scaled
-
-    @property
-    def contractive_variant(self) -> Self:
-        return replace(self, scaled=False)
-
-    @property
-    def unbiased(self) -> bool:
-        return self.scaled
-
-    @property
-    def values(self) -> Compressor | None:
-        return MaxNorm(bits=8, rounding="nearest") if self.wire == "q8" else None
-
-
 @register
 @dataclass(frozen=True, repr=False)
-class RandomK(_Random):
+class RandomK(SharedSparsifier):
     """Random-k: one element at random of each of k parts of nearly equal length.
 
     ::
 
         i = np.sort(rng(seed, step, bucket).choice(x.size, k, replace=False))  # the same on all ranks
-        sent[i] = x[i] * (x.size / k if scaled else 1)
+        sent[i] = x[i]
 
     Parameters
     ----------
     ratio : float
         Kept fraction in (0, 1]; k is the nearest integer to ``ratio * numel``, at least 1.
-    scaled : bool
-        Whether values are multiplied by the length of their part: unbiased, and without error feedback. Not with
-        ``wire="q8"``.
     wire
         See `SharedSparsifier`.
 
@@ -82,20 +41,21 @@ class RandomK(_Random):
         "k parts in place of a permutation"
     )
 
+    ratio: float = 0.01
+
     def positions(self, numel: int, context: Context, out: NDArray[np.uint32]) -> None:
         k, random = out.size, context.random(shared=True)
         draws = context.workspace.host_array("randomk.draws", min(k, _CHUNK_STRATA), np.float64)
         for first in range(0, k, _CHUNK_STRATA):
-            bounds = _bounds(first, min(first + _CHUNK_STRATA, k), numel, k)
+            bounds = np.arange(first, min(first + _CHUNK_STRATA, k) + 1, dtype=np.uint64)
+            bounds *= np.uint64(numel)  # below 2**64, since numel and k are below 2**32
+            bounds //= np.uint64(k)
             offsets = draws[: bounds.size - 1]
             random.random(out=offsets)
             offsets *= np.diff(bounds)
             np.floor(offsets, out=offsets)
             offsets += bounds[:-1]
             out[first : first + offsets.size] = offsets
-
-    def weights(self, numel: int) -> NDArray[np.floating] | float:
-        return _lengths(numel, self.count(numel)) if self.scaled else 1.0
 
 
 @register
@@ -105,8 +65,8 @@ class GlobalRandKMaxNorm(RandomK):
 
     Parameters
     ----------
-    ratio, scaled, wire
-        See `RandomK`; values in 8 bits are not scaled.
+    ratio, wire
+        See `RandomK`.
 
     Notes
     -----
@@ -127,21 +87,19 @@ class GlobalRandKMaxNorm(RandomK):
 
 @register
 @dataclass(frozen=True, repr=False)
-class BlockRandomK(_Random):
+class BlockRandomK(SharedSparsifier):
     """Block random-k (arXiv 2009.09271): k neighbours from a random element on; the first follows the last.
 
     ::
 
         start = rng(seed, step, bucket).integers(x.size)  # the same on all ranks
         i = np.sort((start + np.arange(k)) % x.size)
-        sent[i] = x[i] * (x.size / k if scaled else 1)
+        sent[i] = x[i]
 
     Parameters
     ----------
     ratio, wire
         See `RandomK`.
-    scaled : bool
-        Whether values are multiplied by ``numel / k``: unbiased, and without error feedback. Not with ``wire="q8"``.
 
     Notes
     -----
@@ -151,25 +109,10 @@ class BlockRandomK(_Random):
     id: ClassVar[str] = "blockrandomk"
     paper: ClassVar[str] = "random-block sparsification, Eghlidi and Jaggi 2020, arXiv 2009.09271; one block a bucket"
 
+    ratio: float = 0.01
+
     def positions(self, numel: int, context: Context, out: NDArray[np.uint32]) -> None:
         start = int(context.random(shared=True).integers(numel))
         wrapped = max(0, start + out.size - numel)
         out[:wrapped] = np.arange(wrapped, dtype=np.uint32)
         out[wrapped:] = np.arange(start, start + out.size - wrapped, dtype=np.uint32)
-
-    def weights(self, numel: int) -> float:
-        return numel / self.count(numel) if self.scaled else 1.0
-
-
-def _bounds(first: int, last: int, numel: int, k: int) -> NDArray[np.uint64]:
-    bounds = np.arange(first, last + 1, dtype=np.uint64)
-    bounds *= np.uint64(numel)  # below 2**64, since numel and k are below 2**32
-    bounds //= np.uint64(k)
-    return bounds
-
-
-@lru_cache(maxsize=8)
-def _lengths(numel: int, k: int) -> NDArray[np.float64]:
-    lengths = np.diff(_bounds(0, k, numel, k)).astype(np.float64)
-    lengths.flags.writeable = False
-    return lengths

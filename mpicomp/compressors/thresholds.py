@@ -2,18 +2,15 @@
 
 import math
 from abc import abstractmethod
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
-from itertools import accumulate, islice, repeat
-from operator import mul
+from dataclasses import dataclass
 from statistics import NormalDist
-from typing import ClassVar, Self
+from typing import ClassVar
 
 import numpy as np
 
 from mpicomp import kernels
 from mpicomp.compressors.accumulated import Accumulated
-from mpicomp.compressors.base_compressor import BucketParameters, Entry, num_kept
+from mpicomp.compressors.base_compressor import Entry, num_kept
 from mpicomp.compressors.context import Context
 from mpicomp.compressors.kinds import Sparsifier
 from mpicomp.compressors.wire import Selection
@@ -29,7 +26,6 @@ _FIRST_GAP = 0.1  # share of the threshold; it adapts, since elements crowd belo
 _MIN_GAP, _MAX_GAP = 1e-6, 0.5
 _MAX_FACTOR = 4  # times k: more elements than that and _SLACK are never sent
 _SLACK = 1024  # elements beyond k that cost nothing
-_MAX_FORESEEN = 8  # thresholds that are counted in one sweep
 
 
 def max_sent(k: int) -> int:
@@ -41,52 +37,27 @@ class Search:
     """Count and select the elements above a threshold, for a compressor that is to send k of them.
 
     On the host elements are listed in the sweep that computes the sum, by a bound from the step before; counts and
-    selections never depend on it. On a device the host waits longer for a number than a sweep takes: nothing is listed,
-    and likely counts are computed beforehand and read at once. ``name`` is the bound's key in the memory, ``ranks`` are
-    those of `magnitudes`.
+    selections never depend on it. ``name`` is the bound's key in the memory.
     """
 
-    def __init__(
-        self, name: str, accumulated: Accumulated, context: Context, k: int, ranks: Sequence[int] = ()
-    ) -> None:
+    def __init__(self, name: str, accumulated: Accumulated, context: Context, k: int) -> None:
         self.accumulated, self.k, self.memory = accumulated, k, context.memory
-        self.numel, self.room = accumulated.numel, _MAX_LISTED * k
+        self.numel = accumulated.numel
         self._name = name
-        self.waits = current_device().number is not None
-        """Whether the host waits for every number."""
-        self._bound = 0.0 if self.waits else context.memory.get(f"{name}.bound", 0.0)
-        whole = slice(0, accumulated.numel), self._bound, self.room
+        self._lists = current_device().number is None
+        self._bound = context.memory.get(f"{name}.bound", 0.0) if self._lists else 0.0
+        whole = slice(0, accumulated.numel), self._bound, _MAX_LISTED * k
         [self.candidates] = accumulated.list_above(context.workspace, [whole])
         self._found = self.candidates.found
-        self._counts: dict[float, int] = {}  # by threshold
-        self.magnitudes: dict[int, float] = {}
-        """Magnitudes of the search's ranks, of which 1 is the largest; only if it `waits`."""
-        if self.waits and ranks:
-            bits = accumulated.to_host(*(kernels.kth_magnitude(accumulated.array(), rank) for rank in ranks))
-            magnitudes = [cpu.magnitude_of(word, accumulated.dtype) for word in bits]
-            self.magnitudes = dict(zip(ranks, magnitudes, strict=True))
 
     @property
     def mean(self) -> float:
         """Mean magnitude."""
         return self.accumulated.moments.total / self.numel
 
-    def top(self) -> float:
-        """Return the largest magnitude; 1 has to be among the ranks that the search was made with."""
-        return self.magnitudes[1] if self.waits else self.candidates.top()
-
-    def foresee(self, thresholds: Iterable[float]) -> None:
-        """Count above the first eight of the thresholds that may be needed, if numbers are waited for."""
-        if self.waits:
-            fitted = [self._fitted(threshold) for threshold in islice(thresholds, _MAX_FORESEEN)]
-            counts = self.accumulated.to_host(*kernels.counts_above(self.accumulated.array(), fitted))
-            self._counts.update(zip(fitted, map(int, counts), strict=True))
-
     def count(self, threshold: float, enough: int) -> int:
         """Count the elements above a threshold; any result from ``enough`` on may stand for a larger one."""
         candidates, threshold = self.candidates, self._fitted(threshold)
-        if threshold in self._counts:
-            return self._counts[threshold]
         if candidates.listed >= enough and cpu.magnitude_bits(threshold, self.accumulated.dtype) < candidates.bound:
             return candidates.listed
         return candidates.count(threshold)
@@ -113,7 +84,7 @@ class Search:
     def exactly(self, k: int) -> Selection:
         """Select the k largest, exactly; zeros if there are not enough others."""
         selection, bits = self.candidates.largest(k)
-        if not self.waits:
+        if self._lists:
             self.remember(cpu.magnitude_of(bits, self.accumulated.dtype), k)
         return selection
 
@@ -147,9 +118,6 @@ class Estimator(Sparsifier):
         Intended kept fraction in (0, 1]; k is the nearest integer to ``ratio * numel``, at least 1.
     """
 
-    ranks: ClassVar[Sequence[int]] = ()
-    """Ranks of the magnitudes that `threshold` reads."""
-
     @property
     def bounded(self) -> bool:
         """Whether the k largest are sent in place of none or too many."""
@@ -158,7 +126,7 @@ class Estimator(Sparsifier):
     ratio: float = 0.01
 
     def select(self, accumulated: Accumulated, context: Context) -> Selection:
-        search = Search(self.id, accumulated, context, num_kept(self.ratio, accumulated.numel), self.ranks)
+        search = Search(self.id, accumulated, context, num_kept(self.ratio, accumulated.numel))
         if not accumulated.finite:
             return search.largest()
         return search.above(self.threshold(search), self.bounded)
@@ -200,8 +168,6 @@ class GaussianK(Estimator):
         k = search.k
         quantile = -NormalDist().inv_cdf(max(self.ratio / 2, _MIN_SHARE))
         threshold = quantile * math.sqrt(search.accumulated.energy / search.numel)
-        more = 1.5 * threshold
-        search.foresee((threshold, threshold / 2, more, threshold / 4, more / 2, 1.5 * more, threshold / 8, more / 4))
         for _ in range(_MAX_CORRECTIONS):
             count = search.count(threshold, 4 * k // 3 + 1)
             if 3 * count < 2 * k:
@@ -214,7 +180,6 @@ class GaussianK(Estimator):
 
 
 _MIN_INTERVAL = 0.2  # width of the interval at which the binary search ends
-_HALVES = (0.5, 0.25, 0.75, 0.125, 0.375, 0.625, 0.875)  # places that the binary search can try
 _TRIMS = (0.8, 0.6, 0.4, 0.2, 0.0)  # places of the thresholds tried by trimming, from the mean (0) to the largest (1)
 
 
@@ -246,8 +211,6 @@ class RedSync(Estimator):
     id: ClassVar[str] = "redsync"
     paper: ClassVar[str] = "RedSync, Fang et al. 2018, arXiv 1808.04357; bounded by 4 k + 1024, values in full"
 
-    ranks: ClassVar[Sequence[int]] = (1,)
-
     search: str = "binary"
 
     def __post_init__(self) -> None:
@@ -255,11 +218,10 @@ class RedSync(Estimator):
         check_choice("redsync", "search", self.search, ("binary", "trimmed"))
 
     def threshold(self, search: Search) -> float:
-        mean, span = search.mean, search.top() - search.mean
+        mean, span = search.mean, search.candidates.top() - search.mean
         if not 0 < span < float("inf"):
             return float("nan")
         k, place = search.k, 0.0
-        search.foresee(mean + t * span for t in (_TRIMS if self.search == "trimmed" else _HALVES))
         if self.search == "trimmed":
             return next((mean + t * span for t in _TRIMS if search.count(mean + t * span, k) >= k), mean)
         low, high = 0.0, 1.0
@@ -299,7 +261,7 @@ class MSTopK(Sparsifier):
     Notes
     -----
     Different from published code: exactly the k largest are sent if no threshold tried has more than k elements above
-    it (fewer exceed the mean, or all magnitudes are equal), if more than 8 k are above the lower one, and if there are
+    it (fewer exceed the mean, or all magnitudes are equal), if more than 4 k are above the lower one, and if there are
     infinities or NaN.
     """
 
@@ -317,66 +279,42 @@ class MSTopK(Sparsifier):
         return num_kept(self.ratio, numel)
 
     def select(self, accumulated: Accumulated, context: Context) -> Selection:
-        k, numel = self.count(accumulated.numel), accumulated.numel
-        search = Search("mstopk", accumulated, context, k, (1, k, min(k + 1, numel)))
+        k = self.count(accumulated.numel)
+        search = Search("mstopk", accumulated, context, k)
         selection = self._bracketed(search, context) if accumulated.finite else None
         return search.exactly(k) if selection is None else selection
 
     def _bracketed(self, search: Search, context: Context) -> Selection | None:
-        mean, top, k = search.mean, search.top(), search.k
+        mean, top, k = search.mean, search.candidates.top(), search.k
         if not 0 <= mean < top:
             return None
-        pool: Selection | None = None  # few elements, among which it is enough to count
         low, high, lower, upper = 0.0, 1.0, math.nan, top
         for _ in range(self.samplings):
             middle = (low + high) / 2
             threshold = mean + middle * (top - mean)
-            if search.waits:  # the sign of the excess, by the magnitudes of ranks k and k + 1
-                limit = search.accumulated.dtype.type(threshold)
-                excess = sum(search.magnitudes[rank] > limit for rank in {k, min(k + 1, search.numel)}) - 1
-            elif pool is not None:
-                excess = kernels.tail_statistics(pool.values, threshold).count - k
-            else:
-                excess = search.count(threshold, k + 1) - k
-                if 0 < excess <= search.room - k and search.candidates.listed <= k:
-                    pool = search.candidates.above(threshold, k + excess)
-            if excess > 0:
+            count = search.count(threshold, k + 1)
+            if count > k:
                 low, lower = middle, threshold
                 continue
             high, upper = middle, threshold
-            if excess == 0:
+            if count == k:
+                lower = upper
                 break
-        bottom = upper if excess == 0 else lower
-        if math.isnan(bottom):
+        count = 0 if math.isnan(lower) else search.count(lower, _MAX_LISTED * k + 1)
+        if not 0 < count <= _MAX_LISTED * k:
             return None
-        if pool is None:
-            count = search.count(bottom, search.room + 1)
-            if not 0 < count <= search.room:
-                return None
-            pool = search.candidates.above(bottom, count, known=True)
-        search.remember(upper if math.isnan(lower) else lower, k)
-        return _run(pool, lower, upper, k, context)
-
-
-def _run(pool: Selection, lower: float, upper: float, k: int, context: Context) -> Selection:
-    # All elements above the upper threshold, and a run of those between the two to make it k.
-    number = pool.values.dtype.type
-    magnitudes = context.workspace.array("mstopk.magnitudes", pool.values.size, pool.values.dtype)
-    np.abs(pool.values, out=magnitudes)
-    chosen = magnitudes > number(upper)
-    between = (magnitudes > number(lower)) & ~chosen
-    above, among = to_python(np.count_nonzero(chosen), np.count_nonzero(between))
-    missing = k - above
-    if missing:
-        start = context.random(shared=False).integers(among - missing + 1)
-        place = np.cumsum(between)
-        chosen |= between & (place > start) & (place <= start + missing)
-    indices = context.workspace.array("mstopk.indices", k, np.uint32)
-    values = context.workspace.array("mstopk.values", k, pool.values.dtype)
-    # Positions of the chosen ones, by a kernel that does not wait for their number, which is k.
-    positions = context.workspace.array("mstopk.positions", k, np.uint32)
-    kernels.select_above(chosen.astype(pool.values.dtype), 0.5, 0, positions, values, 0)
-    return Selection(np.take(pool.indices, positions, out=indices), np.take(pool.values, positions, out=values))
+        search.remember(lower, k)
+        pool = search.candidates.above(lower, count, known=True)
+        magnitudes = np.abs(pool.values)
+        chosen = magnitudes > magnitudes.dtype.type(upper)
+        [above] = to_python(np.count_nonzero(chosen))
+        missing = k - above
+        if missing:
+            between = ~chosen
+            start = int(context.random(shared=False).integers(count - k + 1))
+            place = np.cumsum(between)
+            chosen |= between & (place > start) & (place <= start + missing)
+        return Selection(pool.indices[chosen], pool.values[chosen])
 
 
 _MIN_SHARE_OF_K = 0.8  # times k; with fewer than that the threshold is lowered
@@ -387,7 +325,7 @@ _MAX_LOWERINGS = 10  # times that the threshold may be lowered in a step
 @register
 @dataclass(frozen=True, repr=False)
 class DGC(Sparsifier):
-    """Deep Gradient Compression (arXiv 1712.01887): a threshold from a sample, momentum correction, clipping, warm-up.
+    """Deep Gradient Compression (arXiv 1712.01887): a threshold from a sample, momentum correction, clipping.
 
     ::
 
@@ -401,14 +339,12 @@ class DGC(Sparsifier):
     Parameters
     ----------
     ratio : float
-        Kept fraction in (0, 1] after the warm-up; k is the nearest integer to ``ratio * numel``, at least 1.
+        Kept fraction in (0, 1]; k is the nearest integer to ``ratio * numel``, at least 1.
     sample : float
         Fraction of the elements in the sample, but at least ``2 / ratio`` elements. If that is every third or more, or
         the ratio is 1, the selection is exact.
     momentum, nesterov, masking, clip
         Momentum correction and factor masking, and clipping, see `Entry`. The optimizer must not apply momentum again.
-    warmup_steps : int
-        At step s of the warm-up, from 0 on, the ratio is ``ratio ** ((s + 1) / (warmup_steps + 1))``.
 
     Notes
     -----
@@ -417,16 +353,10 @@ class DGC(Sparsifier):
     - Momentum correction is off unless asked for, and clipping is by the norm of all of a rank's gradients.
     - At most k elements are sent, the largest. Published code sends the first k of up to 1.3 k candidates in the order
       of indices, so that elements at the end of an array lose whatever their size.
-    - The warm-up is counted in steps; biases and other vectors are part of their bucket and compressed like the rest.
+    - The warm-up is that of every compressor, ``warmup="ramp:N"``; biases and other vectors are part of their bucket.
     - The sample's stride is odd, so that it does not stay within a few columns of a matrix.
     - With infinities or NaN, or with a sample of too few nonzero elements, exactly the k largest are sent. Of an array
       of zeros nothing is sent.
-
-    Examples
-    --------
-    >>> compressor = DGC(ratio=0.001, warmup_steps=2)
-    >>> [round(compressor.ratio_at(step), 4) for step in range(4)]
-    [0.1, 0.01, 0.001, 0.001]
     """
 
     id: ClassVar[str] = "dgc"
@@ -438,7 +368,6 @@ class DGC(Sparsifier):
     nesterov: bool = False
     masking: bool = True
     clip: float | None = None
-    warmup_steps: int = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -451,32 +380,25 @@ class DGC(Sparsifier):
             self._set(clip=check_range("dgc", "clip", self.clip, 0, math.inf))
             if self.clip == 0:
                 raise ConfigurationError("dgc: clip must be above 0, or None; at 0 nothing would ever be sent")
-        check_least("dgc", "warmup_steps", self.warmup_steps, 0)
 
     @property
     def entry(self) -> Entry:
         return Entry(self.clip, self.momentum, self.nesterov, self.masking)
 
-    def ratio_at(self, step: int) -> float:
-        """Return the kept fraction of a step."""
-        if step >= self.warmup_steps:
-            return self.ratio
-        return float(self.ratio ** ((step + 1) / (self.warmup_steps + 1)))
-
-    def bind_to(self, bucket: BucketParameters) -> Self:
-        return self if bucket.warm_up else replace(self, warmup_steps=0)
-
     def select(self, accumulated: Accumulated, context: Context) -> Selection:
-        ratio = self.ratio_at(context.step)
-        search = Search("dgc", accumulated, context, num_kept(ratio, accumulated.numel))
-        size = math.ceil(max(self.sample * search.numel, min(search.numel, 2 / ratio)))
+        search = Search("dgc", accumulated, context, num_kept(self.ratio, accumulated.numel))
+        size = math.ceil(max(self.sample * search.numel, min(search.numel, 2 / self.ratio)))
         stride = max(1, search.numel // size - 1) | 1
         if stride == 1 or search.k == search.numel:
             return search.largest()
-        threshold = self._estimate(accumulated, stride, ratio, context)
+        start = int(context.random(shared=False).integers(stride))
+        sample = accumulated.array()[start::stride]
+        magnitudes = context.workspace.array("dgc.sample", sample.size, sample.dtype)
+        np.abs(sample, out=magnitudes)
+        [bits] = accumulated.to_host(kernels.kth_magnitude(magnitudes, num_kept(self.ratio, sample.size)))
+        threshold = cpu.magnitude_of(bits, sample.dtype)
         if not accumulated.finite:
             return search.largest()
-        search.foresee(accumulate(repeat(_LOWERING, _MAX_LOWERINGS), mul, initial=threshold))
         count = search.count(threshold, search.k + 1)
         for _ in range(_MAX_LOWERINGS):
             if count >= _MIN_SHARE_OF_K * search.k:
@@ -484,14 +406,6 @@ class DGC(Sparsifier):
             threshold *= _LOWERING
             count = search.count(threshold, search.k + 1)
         return search.largest() if count > search.k else search.above(threshold)
-
-    def _estimate(self, accumulated: Accumulated, stride: int, ratio: float, context: Context) -> float:
-        start = int(context.random(shared=False).integers(stride))
-        sample = accumulated.array()[start::stride]
-        magnitudes = context.workspace.array("dgc.sample", sample.size, sample.dtype)
-        np.abs(sample, out=magnitudes)
-        [bits] = accumulated.to_host(kernels.kth_magnitude(magnitudes, num_kept(ratio, sample.size)))
-        return cpu.magnitude_of(bits, sample.dtype)
 
 
 _ASSUMED_SHARE = 0.01  # assumed kept fraction of a fixed threshold before the first step

@@ -17,10 +17,9 @@ from mpicomp.policies.ratio_levels import at_ratio, check_adaptable, ladder
 from mpicomp.policies.static import Static
 from mpicomp.policies.surveys import Survey
 from mpicomp.registry import register
-from mpicomp.setting_checks import check_choice, check_least, check_range, check_ratio
+from mpicomp.setting_checks import check_choice, check_least, check_ratio
 
 _MAX_LEVELS = 33  # ratios for which seconds are predicted
-_MAX_SLOPE = 1e6  # a ramp of one step, however long training is
 
 # Measured with top-k at 1 % (docs/policies.md). On `text-lstm` the training loss is 4.0 % above dense in steps 0 to 29
 # and 3.4 % in the next 30 without a warm-up, 0.2 and 1.1 % with these. More of them end no nearer to dense, on `digits`
@@ -45,51 +44,40 @@ class Schedule(Adaptive):
       the last take ``steps / (stages - 1)`` steps each. DGC's warm-up, 0.25, 0.0625, 0.015625, 0.004 for an epoch each
       and then 0.001, is ``begin=0.25, end=0.001, stages=5`` and the steps of four epochs, to the rounding of its
       numbers.
-    - ``"varco"``: the factor ``1 / ratio`` is linear in the step, from ``1 / begin`` to ``1 / end``, which it reaches
-      after ``(steps - 2) / slope`` steps: ``steps`` is then the length of the whole training.
 
     Parameters
     ----------
     begin, end : float
         Ratios in (0, 1]; either may be the larger one.
     steps : int
-        Length of the ramp, at least 1; 3 with ``"varco"``.
-    shape : {"linear", "exponential", "step", "varco"}
+        Length of the ramp, at least 1.
+    shape : {"linear", "exponential", "step"}
         Of the ramp.
     stages : int
         Of ``"step"``, at least 2; the last one follows the ramp.
-    slope : float
-        Of ``"varco"``, at least 1: how many times sooner than training the ramp ends.
 
     Examples
     --------
     >>> warm_up = Schedule(begin=0.25, end=0.001, steps=400, shape="step", stages=5)
     >>> [round(warm_up.ratio(step), 4) for step in (0, 99, 100, 200, 300, 400, 5000)]
     [0.25, 0.25, 0.0629, 0.0158, 0.004, 0.001, 0.001]
-    >>> Schedule(begin=1 / 128, end=1 / 1.5, steps=300, shape="varco", slope=5).ratio(0)
-    0.0078125
     """
 
     id: ClassVar[str] = "schedule"
-    paper: ClassVar[str] = (
-        "'step': the warm-up of DGC, Lin et al. 2018, arXiv 1712.01887; 'varco': VARCO, arXiv 2406.17611, by steps in "
-        "place of epochs, for gradients in place of activations"
-    )
+    paper: ClassVar[str] = "'step': the warm-up of DGC, Lin et al. 2018, arXiv 1712.01887"
 
     begin: float = 0.25
     end: float = 0.001
     steps: int = 1000
     shape: str = "exponential"
     stages: int = 5
-    slope: float = 5.0
 
     def check(self) -> None:
         check_ratio(f"{self.id}: begin", self.begin)
         check_ratio(f"{self.id}: end", self.end)
-        check_choice(self.id, "shape", self.shape, ("linear", "exponential", "step", "varco"))
-        check_least(self.id, "steps", self.steps, 3 if self.shape == "varco" else 1)
+        check_choice(self.id, "shape", self.shape, ("linear", "exponential", "step"))
+        check_least(self.id, "steps", self.steps)
         check_least(self.id, "stages", self.stages, 2)
-        check_range(self.id, "slope", self.slope, 1, _MAX_SLOPE)
 
     def check_compressor(self) -> None:
         problem = f"changes the ratio, which {self.compressor.id} does not have"
@@ -106,9 +94,7 @@ class Schedule(Adaptive):
 
     def ratio(self, step: int) -> float:
         """Return the ratio of a step."""
-        if self.shape == "varco":
-            share = self.slope * step / (self.steps - 2)
-        elif self.shape == "step":
+        if self.shape == "step":
             share = step * (self.stages - 1) // self.steps / (self.stages - 1)
         else:
             share = step / self.steps
@@ -116,8 +102,6 @@ class Schedule(Adaptive):
             return self.end
         if self.shape == "linear":
             return self.begin + share * (self.end - self.begin)
-        if self.shape == "varco":
-            return 1 / (1 / self.begin + share * (1 / self.end - 1 / self.begin))
         ratio: float = self.begin * (self.end / self.begin) ** share
         return ratio
 
@@ -172,15 +156,14 @@ def choose_warmup(
     """Return the user's warm-up, or the default for the other settings of `mpicomp.Reducer`.
 
     The default is `DENSE_STEPS` for a compressor without other settings: it must train well. It is 0 with further
-    settings, and for compressors that are dense, have their own warm-up, are as published, or that dense steps cannot
-    replace.
+    settings, and for compressors that are dense, are as published, or that dense steps cannot replace.
     """
     if warmup is not None:
         steps, ramps = read_warmup(warmup)
         return f"{_RAMP}{steps}" if ramps else steps
     if compressor is None or collective != "auto" or policy is not None or feedback is not None:
         return 0
-    plain = compressor.message != "dense" and compressor.can_fall_back_to_dense and not _has_warmup(compressor)
+    plain = compressor.message != "dense" and compressor.can_fall_back_to_dense
     return DENSE_STEPS if plain and not getattr(compressor, "published", False) else 0
 
 
@@ -193,10 +176,6 @@ def with_warmup(policy: Any, warmup: int | str | None) -> Any:
         return policy
     config = {"id": policy} if isinstance(policy, str) else dict(policy or {})
     return config | {"warmup": warmup}
-
-
-def _has_warmup(compressor: Compressor) -> bool:
-    return compressor.bind([], [], warm_up=False).get_config() != compressor.get_config()
 
 
 @dataclass(eq=False)
@@ -223,14 +202,10 @@ class WarmUp(Policy):
         self.then.configure(settings)
         self.compressor, self.feedback = compressor, feedback = self.then.compressor, self.then.feedback
         self.bucket_bytes = self.then.bucket_bytes
-        if _has_warmup(compressor):
-            raise ConfigurationError(
-                f"warmup: {compressor!r} begins with a warm-up of its own; leave one of the two out"
-            )
         if not compressor.can_fall_back_to_dense:
             raise ConfigurationError(
-                f"warmup: dense steps cannot take the place of those of {compressor.id}, which delivers something else "
-                "than a mean of gradients or has its momentum in the residual; leave warmup out"
+                f"warmup: dense steps cannot take the place of those of {compressor.id}, which begins by itself, or "
+                "delivers something else than a mean of gradients; leave warmup out"
             )
         if not self._is_ramp:
             self._first: Policy = Static()

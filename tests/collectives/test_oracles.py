@@ -113,7 +113,7 @@ OVER_MPI = [
     (mpicomp.TernGrad(), "packed-allgather"),
     (mpicomp.GlobalRandKMaxNorm(), "two-phase"),
     (mpicomp.SignSGD(), "packed-allgather"),
-    (mpicomp.PowerSGD(rank=2, iterations=2), "low-rank:scatter-reduce"),
+    (mpicomp.PowerSGD(rank=2), "low-rank:scatter-reduce"),
 ]
 
 

@@ -22,11 +22,11 @@ COMPRESSORS = [
     Above(limit=1.5),
     mpicomp.TopK(ratio=1.0, wire="bf16"),
     mpicomp.DGC(ratio=0.05, momentum=0.9, masking=False),
-    mpicomp.RandomK(ratio=0.3, scaled=True),
+    mpicomp.RandomK(ratio=0.3),
     mpicomp.OneBit(block=None),
     mpicomp.QSGD(norm="l2", rounding="nearest", bucket=64),
     mpicomp.Uniform(),
-    mpicomp.PowerSGD(rank=2, iterations=2, wire="bf16"),
+    mpicomp.PowerSGD(rank=2, wire="bf16"),
     mpicomp.TernGrad(),
 ]
 ESTIMATORS = [

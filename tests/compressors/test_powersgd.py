@@ -45,20 +45,19 @@ def gram_schmidt(matrix):
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-@pytest.mark.parametrize(("rank", "iterations"), [(1, 1), (2, 1), (3, 1), (1, 2), (2, 3)])
-def test_powersgd_step_is_the_papers_algorithm(size, rank, iterations):
+@pytest.mark.parametrize("rank", [1, 2, 3])
+def test_powersgd_step_is_the_papers_algorithm(size, rank):
     """From the second step on, with what the first has left: residuals, and the right factors."""
-    compressor = mpicomp.PowerSGD(rank=rank, min_compression_rate=0.1, iterations=iterations)
+    compressor = mpicomp.PowerSGD(rank=rank, min_compression_rate=0.1)
     _, reducers = run(compressor, size, 1)
     name, rows, columns, place = ("conv", 12, 27, 1) if rank == 3 else ("wide", 6, 40, 0)
     factor = reducers[0].state_dict()["memories"]["wide"]["factors"][place].astype(np.float64)
     residuals = [reducer.residual(name).astype(np.float64).reshape(rows, columns) for reducer in reducers]
     for step in range(1, 4):
         matrices = [gradients(step, r)[name].reshape(rows, columns) + residuals[r] for r in range(size)]
-        for _ in range(iterations):
-            basis = gram_schmidt(np.mean([matrix @ factor for matrix in matrices], axis=0))
-            rights = [matrix.T @ basis for matrix in matrices]
-            factor = np.mean(rights, axis=0)
+        basis = gram_schmidt(np.mean([matrix @ factor for matrix in matrices], axis=0))
+        rights = [matrix.T @ basis for matrix in matrices]
+        factor = np.mean(rights, axis=0)
         expected = basis @ factor.T
         residuals = [matrix - basis @ right.T for matrix, right in zip(matrices, rights, strict=True)]
     means, reducers = run(compressor, size, 4)
@@ -73,15 +72,14 @@ TWINS = {"a.w": (8, 12), "a.b": (8,), "b.w": (8, 12), "b.b": (8,), "c.w": (8, 12
 @pytest.mark.parametrize("rank", [1, 2])
 def test_powersgd_batch_of_matrices_equals_each_alone(rank):
     """A step of a bucket of several, some of which begin at equal distances, from factors that are known."""
-    compressor = mpicomp.PowerSGD(rank=rank, min_compression_rate=1, iterations=2)
+    compressor = mpicomp.PowerSGD(rank=rank, min_compression_rate=1)
     means, after = run(compressor, 2, 3, make=lambda step, r: gradients(step, r, TWINS))
     _, before = run(compressor, 2, 2, make=lambda step, r: gradients(step, r, TWINS))
     factors = before[0].state_dict()["memories"]["a.w"]["factors"]
     for name, factor in zip([name for name in TWINS if name.endswith("w")], factors, strict=True):
         matrices = [gradients(2, r, TWINS)[name] + before[r].residual(name) for r in range(2)]
-        for _ in range(2):
-            basis = gram_schmidt(np.mean([matrix @ factor for matrix in matrices], axis=0))
-            factor = np.mean([matrix.T @ basis for matrix in matrices], axis=0)
+        basis = gram_schmidt(np.mean([matrix @ factor for matrix in matrices], axis=0))
+        factor = np.mean([matrix.T @ basis for matrix in matrices], axis=0)
         np.testing.assert_allclose(means[2][name], basis @ factor.T, rtol=1e-3, atol=1e-4)
     for name in ("a.b", "b.b"):  # sent whole
         expected = np.mean([gradients(2, r, TWINS)[name] for r in range(2)], axis=0)
@@ -135,8 +133,6 @@ WIDE, CONV = Matrix(0, 6, 40, 1), Matrix(247, 12, 27, 1)
         ({"rank": 3}, (Matrix(247, 12, 27, 3),)),
         ({"rank": 7, "layers": {"*": 3}}, (Matrix(247, 12, 27, 3),)),
         ({"rank": 3, "min_compression_rate": 0.5}, (Matrix(0, 6, 40, 3), Matrix(247, 12, 27, 3), Matrix(571, 3, 2, 2))),
-        ({"rank": 1, "iterations": 2}, (WIDE, CONV)),
-        ({"rank": 1, "iterations": 3}, (CONV,)),
         # The first pattern that matches counts.
         ({"rank": 1, "layers": {"con*": 3, "c*": 2, "b": 5, "small": 9}}, (WIDE, Matrix(247, 12, 27, 3))),
     ],
@@ -170,14 +166,6 @@ def test_powersgd_matrix_in_parts_equals_each_part_alone(size):
     # A part of one row saves nothing, and goes dense.
     [alone] = run(mpicomp.PowerSGD(rank=1, rows=3), 1, 1, make=lambda *_: {"w": np.ones((4, 20), np.float32)})[1]
     assert alone.last_step.buckets[0].ratio_reached == (3 + 20 + 20) / 80
-
-
-def test_powersgd_steps_before_start_step_are_dense():
-    means, reducers = run(mpicomp.PowerSGD(rank=1, start_step=2), 2, 3)
-    for step in range(2):
-        for name, mean in means[step].items():
-            np.testing.assert_allclose(mean, (gradients(step, 0)[name] + gradients(step, 1)[name]) / 2, atol=1e-6)
-    assert reducers[0].residual("wide").any()
 
 
 def test_orthogonalize_of_any_matrix_is_orthonormal():

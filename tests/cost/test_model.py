@@ -108,7 +108,6 @@ CODE = {"encoder": (2,), "decoder": (2,), "passes": 1, "dense_steps": 1, "traini
 @pytest.mark.parametrize(
     ("compressor", "collective"),
     [
-        (mpicomp.PowerSGD(rank=2, start_step=3), "low-rank:ring"),
         (mpicomp.LGC(ratio=0.1, **CODE), "learned:ring"),
         (mpicomp.LGC(ratio=0.1, **CODE, instance="server"), "learned:ring"),
     ],

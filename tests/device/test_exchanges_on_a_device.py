@@ -184,10 +184,10 @@ COPIED = [  # settings, and of a rank at most: waits, launches, messages to the 
     (mpicomp.QSGD(), PACKED, {}, 1, 8, 1, 2),
     (mpicomp.PowerSGD(rank=2), "auto", {"shape": (200, 200)}, 4, 40, 1, 1),
     # The host has to know the length of selections by estimated thresholds before it sends them.
-    slow(mpicomp.DGC(ratio=0.01), GATHER, {}, 3, 24, 1, 2),
-    (mpicomp.RedSync(ratio=0.01), GATHER, {}, 3, 24, 1, 2),
-    slow(mpicomp.GaussianK(ratio=0.01), GATHER, {}, 4, 24, 1, 2),
-    slow(mpicomp.MSTopK(ratio=0.01), GATHER, {}, 4, 32, 1, 2),
+    slow(mpicomp.DGC(ratio=0.01), GATHER, {}, 8, 24, 1, 2),
+    (mpicomp.RedSync(ratio=0.01), GATHER, {}, 8, 24, 1, 2),
+    slow(mpicomp.GaussianK(ratio=0.01), GATHER, {}, 8, 24, 1, 2),
+    slow(mpicomp.MSTopK(ratio=0.01), GATHER, {}, 32, 64, 1, 2),
 ]
 
 

@@ -47,12 +47,12 @@ LISTED = [  # with the most reads that a step may take, after the first ones
     (mpicomp.Threshold(limit=0.0), 1),
     (mpicomp.SIDCo(ratio=0.02), 5),
     (mpicomp.SIDCo(ratio=0.02, distribution="gamma", stages=2), 6),
-    (mpicomp.GaussianK(ratio=0.02), 3),
-    (mpicomp.RedSync(ratio=0.02), 2),
-    (mpicomp.RedSync(ratio=0.02, search="trimmed"), 2),
-    (mpicomp.MSTopK(ratio=0.02), 3),
-    (mpicomp.DGC(ratio=0.02, sample=0.2), 2),
-    (mpicomp.DGC(ratio=0.3), 2),
+    (mpicomp.GaussianK(ratio=0.02), 6),
+    (mpicomp.RedSync(ratio=0.02), 6),
+    (mpicomp.RedSync(ratio=0.02, search="trimmed"), 8),
+    (mpicomp.MSTopK(ratio=0.02), 32),
+    (mpicomp.DGC(ratio=0.02, sample=0.2), 5),
+    (mpicomp.DGC(ratio=0.3), 5),
 ]
 
 

@@ -76,17 +76,6 @@ def test_tail_of_a_sample_takes_every_sth_group(kernels, dtype, shift, stride):
         check(kernels, kernels.tail_statistics(array, 1.3, stride), array[np.arange(size) // 1024 % stride == 0], 1.3)
 
 
-@pytest.mark.parametrize("shift", [0, 1])
-def test_counts_above_several_thresholds(kernels, dtype, shift):
-    kernels.shift = shift
-    thresholds = [2.5, 0.0, 0.7, 1e3, 3.0, 1e-3, 5.0, 2.0, 1.0, 0.1]
-    for size in (0, 1, 4097, 30_011):
-        array = laplace(size, dtype, 2.5)
-        array[::11] = np.nan
-        expected = [int(np.sum(~(np.abs(array) <= dtype(threshold)))) for threshold in thresholds]
-        assert kernels.counts_above(array, thresholds) == expected
-
-
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("threads", [2, 3])
 def test_tail_of_several_threads_is_the_same(dtype, threads):

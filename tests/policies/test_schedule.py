@@ -46,17 +46,6 @@ def test_stages_upwards_whose_number_does_not_divide_the_steps():
     assert sorted(set(np.round(requested, 9))) == [0.01, 0.04, 0.16, 0.64]
 
 
-@pytest.mark.parametrize("slope", [1, 2.5, 5])
-@pytest.mark.parametrize(("first", "last"), [(128, 1.5), (20, 2), (2, 10)])
-def test_varco(slope, first, last):
-    total = 42
-    settings = {"begin": 1 / first, "end": 1 / last, "steps": total, "shape": "varco", "slope": slope}
-    requested, _ = run(settings, total)
-    factors = first - slope * np.arange(total) * (first - last) / (total - 2)
-    assert 1 / np.array(requested) == pytest.approx(np.clip(factors, *sorted((first, last))))
-    assert requested[-1] == 1 / last
-
-
 @pytest.mark.parametrize("compressor", [mpicomp.SIDCo(), mpicomp.RandomK(), mpicomp.TopK(wire="bf16")], ids=str)
 def test_everything_but_the_ratio_is_as_it_was_named(compressor):
     ranks = Ranks(2, compressor, policy={"id": "schedule", "begin": 0.5, "end": 0.25, "steps": 2})

@@ -156,7 +156,7 @@ class Learned(Scheme[LGC]):
                 return result, result.sent.values
             return result, np.zeros(selected.count, accumulated.dtype)  # the message could not be parsed
         received = yield from share_selection(LeaderMessage(selected, accumulated.numel), accumulated, context)
-        result = yield from exchange_at(received.indices, 1.0, accumulated, context, self._sum, received.problem)
+        result = yield from exchange_at(received.indices, accumulated, context, self._sum, received.problem)
         return result, received.values
 
     def _learn(
