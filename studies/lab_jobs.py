@@ -5,7 +5,6 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from mpicomp.bench.lab.lab_settings import LabError, parse_bandwidth, parse_latency
@@ -73,9 +72,8 @@ def run(
     network: Network | None,
     words: Sequence[str],
     watch: Callable[[str], None] = print,
-    program: Sequence[str] = _MPICOMP,
 ) -> None:
-    """Run a program with a rank on each host of a lab, or with as many ranks on this host.
+    """Run a command with a rank on each host of a lab, or with as many ranks on this host.
 
     ``watch`` gets each line of its output; an error of it is raised with the last ones.
     """
@@ -92,7 +90,7 @@ def run(
         links = ["--bandwidth", network.bandwidth, "--latency", network.latency]
         start = [*_MPICOMP, "lab", "run", "--hosts", str(hosts), *links, "--"]
     process = subprocess.Popen(
-        [*start, *program, *words],
+        [*start, *_MPICOMP, *words],
         env=environment,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
@@ -111,5 +109,5 @@ def run(
         process.wait()
         process.stdout.close()
     if status != 0:
-        name = " ".join([Path(program[-1]).stem, *words[:2]])
+        name = " ".join(["mpicomp", *words[:2]])
         raise MpicompError(f"{name} ended with status {status} at {network or 'one host'}: " + " | ".join(last))
