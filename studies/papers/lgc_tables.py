@@ -2,20 +2,12 @@
 
 import itertools
 from argparse import Namespace
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from statistics import fmean
 from typing import Any
 
-import numpy as np
 import paper_runs
 from study_rows import Rows, Study, show
-
-from mpicomp.arrays import ArraySpec
-from mpicomp.collectives import bind
-from mpicomp.compressors import get_compressor
-from mpicomp.mpi.rounds import Group
-from mpicomp.reducer.bucket import cut
-from mpicomp.reducer.layout import LARGE_BUCKET
 
 _RATIO = 0.001
 _DENSE_PART, _TRAINING_PART = 9, 6  # of a training; the paper's 200 and 300 are 11 % of its shortest, both phases
@@ -27,14 +19,6 @@ PRINTED = {  # CIFAR10, ResNet-50 on 2 nodes and ResNet-101 on 4: accuracy, dens
     8: {"dense": (75.98, 1), "top-k": (75.54, 277), "DGC": (76.01, 277), "ring": (75.91, 202), "server": (75.88, 386)},
 }  # fmt: skip
 """8: ResNet-50 on ImageNet, top-1."""
-_NUM_STEPS = 40  # of a model, whose bytes are averaged
-MODELS = {"ResNet-50": ((3, 4, 6, 3), 1000), "ResNet-101": ((3, 4, 23, 3), 10)}
-"""Blocks and classes of models that are too large to be trained here; the printed megabytes imply these classes."""
-PRINTED_MB = {
-    ("ResNet-50", 2): {"top-k": 0.102, "ring": 0.032, "server": 0.017},
-    ("ResNet-101", 4): {"top-k": 0.17, "ring": 0.074, "server": 0.021},
-}
-"""MB of a step by model and ranks, table IV; of the server those of the rank that sends the common code."""
 
 _PAPER = {"id": "lgc", "as_published": True}
 _HERE = {"id": "lgc", "ratio": _RATIO}
@@ -72,13 +56,8 @@ def rows(_: Rows, arguments: Namespace) -> Iterator[tuple[Any, ...]]:
 
 
 def tables(measured: Rows, _: Namespace) -> None:
-    _show_trained(measured.made)
-    _show_models()
-
-
-def _show_trained(made: Sequence[Mapping[str, Any]]) -> None:
     lines = []
-    for (task, ranks), same_ranks in sorted(paper_runs.grouped(made, "task", "ranks").items()):
+    for (task, ranks), same_ranks in sorted(paper_runs.grouped(measured.made, "task", "ranks").items()):
         by_arm = {
             arm: {row["seed"]: row for row in same} for arm, same in paper_runs.grouped(same_ranks, "arm").items()
         }
@@ -110,74 +89,6 @@ def _show_trained(made: Sequence[Mapping[str, Any]]) -> None:
 
 def _name(arm: str) -> str:
     return arm.removesuffix(" as published").removesuffix(" here")
-
-
-def parameters(model: str) -> list[tuple[str, int]]:
-    """Return names and sizes of a ResNet's parameters, in the order of the network.
-
-    >>> sum(size for _, size in parameters("ResNet-50"))  # as everyone counts them
-    25557032
-    """
-    blocks, classes = MODELS[model]
-    found: list[tuple[str, int]] = []
-
-    def add(layer: str, norm: str, numel: int, width: int) -> None:
-        found.extend([(f"{layer}.weight", numel), (f"{norm}.weight", width), (f"{norm}.bias", width)])
-
-    add("conv1", "bn1", 3 * 64 * 49, 64)
-    before = 64
-    for stage, count in enumerate(blocks):
-        width = 64 << stage
-        for block in range(count):
-            name = f"layer{stage + 1}.{block}"
-            shapes = (before, width, 1), (width, width, 3), (width, 4 * width, 1)
-            for place, (inner, outer, side) in enumerate(shapes, 1):
-                add(f"{name}.conv{place}", f"{name}.bn{place}", inner * outer * side**2, outer)
-            if block == 0:
-                add(f"{name}.downsample.0", f"{name}.downsample.1", before * 4 * width, 4 * width)
-            before = 4 * width
-    return [*found, ("fc.weight", before * classes), ("fc.bias", classes)]
-
-
-def step_bytes(model: str, config: Mapping[str, Any], collective: str, ranks: int, step: int) -> tuple[float, float]:
-    """Return the bytes that a rank hands to the transport in a step: mean over ranks and steps, and of the least rank.
-
-    Buckets are those of training: parameters in the order of backward, 32 MB each.
-    """
-    members = [ArraySpec(name, "float32", (size,)) for name, size in reversed(parameters(model))]
-    whole = {member.name: member.numel for member in members}
-    sent = np.zeros((_NUM_STEPS, ranks))
-    for bucket in cut(members, LARGE_BUCKET):
-        names, sizes = [member.name for member in bucket], [member.numel for member in bucket]
-        scheme = bind(get_compressor(config).bind(names, sizes, model=whole), collective)
-        for turn in range(len(sent)):
-            for rank in range(ranks):
-                group = Group(rank, ranks)
-                tasks = scheme.rounds(sum(sizes), np.dtype(np.float32), group, step + turn)
-                sent[turn, rank] += sum(task.sent_bytes(group) for task in tasks if not task.once)
-    return float(sent.mean()), float(sent.min())
-
-
-def _show_models() -> None:
-    learned, lines = 18, []
-    for (model, ranks), printed in PRINTED_MB.items():
-        dense, topk = 4 * sum(size for _, size in parameters(model)), 0.0
-        for name, arm in arms(learned).items():
-            if arm.compressor is None or arm.warmup or name == "dense":
-                continue
-            mean, least = step_bytes(model, arm.compressor, arm.collective, ranks, learned + 1)
-            topk, paper = topk or mean, printed.get(_name(name))
-            lines.append({
-                "model": model, "ranks|d": ranks, "exchange": name,
-                "paper's MB|.3f": paper, "MB|.3f": mean / 1e6, "least|.3f": least / 1e6,
-                "paper's fewer|.0f": paper and dense / 1e6 / paper, "fewer|.0f": dense / mean,
-                "paper's of top-k|.2f": paper and printed["top-k"] / paper, "of top-k|.2f": topk / mean,
-            })  # fmt: skip
-    show("Bytes in the paper's models", lines, [
-        "not trained: the bytes of the rounds that are announced for these shapes are those that are run",
-        "MB: handed to the transport in a step, mean over ranks and steps; least: of the rank that has least",
-        "the paper's top-k counts no indices, ours does; its server's row is of the rank that sends the common code",
-    ])  # fmt: skip
 
 
 STUDY = Study(

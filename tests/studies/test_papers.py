@@ -10,14 +10,12 @@ from pathlib import Path
 
 import flexible_tables
 import lgc_correlation
-import lgc_tables
 import numpy as np
 import paper_runs
 import pytest
 import sidco_tables
 import study_rows
 
-import mpicomp
 from mpicomp.errors import MpicompError
 from mpicomp.mpi import LocalWorld
 from mpicomp.mpi.rounds import Round
@@ -57,33 +55,6 @@ def test_simulated_clock_has_network_and_work_of_a_rank():
     ends = world.run([each.counted(exchange(end)) for each, end in zip(works, world.transports, strict=True)])
     assert min(ends) >= 2.02
     assert world.transports[0].clock() == world.transports[0].seconds  # nothing passes between steps
-
-
-@pytest.mark.parametrize(
-    ("config", "collective"),
-    [
-        ({"id": "topk", "ratio": 0.01}, "allgather"),
-        ({"id": "lgc", "ratio": 0.01, "encoder": (2,), "decoder": (2,), "passes": 1, "instance": "server"}, "learned"),
-    ],
-)
-def test_lgc_step_bytes_are_those_that_are_sent(config, collective, monkeypatch):
-    monkeypatch.setitem(lgc_tables.MODELS, "small", ((1,), 10))
-    monkeypatch.setattr(lgc_tables, "_NUM_STEPS", 3)
-    ranks, phases = 2, {} if config["id"] == "topk" else {"dense_steps": 1, "training_steps": 2}
-    config = mpicomp.get_compressor(config | phases).get_config()
-    world, rng = LocalWorld(ranks), np.random.default_rng(0)
-    reducers = [mpicomp.Reducer(config, collective, policy={"warmup": 0}, comm=end) for end in world.transports]
-    sent = []
-    for _ in range(7):
-        gradients = [
-            {name: rng.standard_normal(size, np.float32) for name, size in reversed(lgc_tables.parameters("small"))}
-            for _ in range(ranks)
-        ]
-        world.run([reducer.rounds(given) for reducer, given in zip(reducers, gradients, strict=True)])
-        sent.append([sum(bucket.sent_bytes for bucket in reducer.last_step.buckets) for reducer in reducers])
-    reported, least = lgc_tables.step_bytes("small", config, collective, ranks, 4)
-    assert reported == pytest.approx(np.mean(sent[4:]))
-    assert least == np.min(sent[4:])
 
 
 def test_sidco_estimates_are_counts_over_those_asked_for():
