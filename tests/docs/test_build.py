@@ -44,3 +44,11 @@ def test_pages_outside_the_site_link_to_files(page):
     links = re.findall(r"\]\((?!https?:)([^)#\s]+)(?:#[^)]*)?\)", (ROOT / page).read_text())
     assert links
     assert [link for link in links if not (ROOT / page).parent.joinpath(link).exists()] == []
+
+
+def test_no_page_has_more_than_400_lines():
+    lines = {
+        page.name: len(page.read_text().splitlines()) for page in [*(ROOT / "docs").glob("*.md"), ROOT / "README.md"]
+    }
+    assert {name for name, count in lines.items() if count > 400} == set()
+    assert lines["README.md"] <= 110
