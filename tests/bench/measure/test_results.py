@@ -1,5 +1,9 @@
 """Intervals of medians, tables of results, and the bar of progress."""
 
+import os
+import subprocess
+import sys
+
 import numba
 import numpy as np
 import pytest
@@ -31,6 +35,27 @@ def test_ratio_interval_gains_by_pairs():
         widths_unpaired.append(high - low)
     assert np.mean(held) >= 0.93
     assert np.mean(widths) < 0.8 * np.mean(widths_unpaired)
+
+
+WARNS = """
+import sys
+from mpicomp.bench.measure.progress import Progress
+
+with Progress(True).over(2):
+    print("a warning " + 10 * "that is longer than a line ", file=sys.stderr, flush=True)
+"""
+
+
+def test_progress_on_a_terminal_leaves_stderr_alone():
+    """Open MPI gives ranks a terminal for stdout, and a pipe for stderr."""
+    terminal, stdout = os.openpty()
+    done = subprocess.run([sys.executable, "-c", WARNS], stdout=stdout, stderr=subprocess.PIPE, text=True, check=True)
+    os.close(stdout)
+    shown = os.read(terminal, 1 << 16).decode()
+    os.close(terminal)
+    assert done.stderr.count("that is longer than a line ") == 10
+    assert "training" in shown
+    assert "a warning" not in shown
 
 
 @pytest.mark.parametrize(("patience_s", "lines"), [(0.0, 1), (1e9, 0)])
