@@ -116,9 +116,7 @@ def _job(arguments: argparse.Namespace) -> "tuple[Job, bool]":
         try:
             return task_job(arguments.task, steps), True
         except ImportError as error:
-            raise ConfigurationError(
-                f"plan: {error}; install its packages with pip install 'mpicomp[torch,bench]'"
-            ) from error
+            raise ConfigurationError(f"plan: {error}: pip install 'mpicomp[torch,bench]'") from error
     if not 1 <= parameters < 1e15 or not 0 < step_s < float("inf"):
         raise ConfigurationError(
             f"plan: --parameters must be at least 1 and --step-seconds above 0, got {parameters} and {step_s}"

@@ -70,7 +70,7 @@ def list_tasks() -> list[str]:
     except ModuleNotFoundError as error:
         if error.name != "torch":
             raise
-        raise ImportError("train: tasks need PyTorch: pip install 'mpicomp[torch]'") from error
+        raise ImportError("tasks need PyTorch") from error
 
 
 def get_task(name: str, seed: int = 0, data: str | os.PathLike[str] | None = None) -> Task:

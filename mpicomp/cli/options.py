@@ -57,9 +57,7 @@ def load_task(command: str, arguments: argparse.Namespace, data: str | None, gro
         task = get_task(arguments.task, arguments.seed, data)
         task.batch(0, group.rank, group.size)
     except ImportError as error:
-        raise ConfigurationError(
-            f"{command}: {error}; install its packages with pip install 'mpicomp[torch,bench]'"
-        ) from error
+        raise ConfigurationError(f"{command}: {error}: pip install 'mpicomp[torch,bench]'") from error
     except (ValueError, OSError) as error:
         raise ConfigurationError(str(error)) from error
     return task
