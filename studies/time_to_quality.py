@@ -11,6 +11,7 @@ import math
 import subprocess
 import sys
 import tempfile
+import textwrap
 from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -78,7 +79,7 @@ PLANS: dict[str, tuple[str, ...]] = {
     "star3": _plan("star-topk", id="topk", ratio=0.03),
 }
 PEERS = {"ddp": _DENSE, "ddp-fp16": _DENSE}  # exchanges of `bench training`, and the plan that learns the same
-# Rows of the README's table. The last one is that of a plan; all of the first are of dense exchange.
+# Rows of the README's table, and their arms
 _README = {
     "DDP, fp16 hook": "ddp-fp16", "dense, 32 bits": _DENSE, "dense, 16 bits": "dense-bf16", "top-k at 1 %": "static",
     "`auto`": "auto", "LocalMuon": _MUON,
@@ -315,21 +316,26 @@ def readme_parts(rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
         there = [cells[arm, network] for network in networks if (arm, network) in cells]
         if len(there) < len(networks):
             continue
-        sent = list(dict.fromkeys(f"{line['step_MB']:.2g}" for line in there))
-        sent = sent[:1] if len(sent) == 1 else [min(sent, key=float), max(sent, key=float)]
-        found.append(f"| {name} | {' | '.join(map(_cell, there))} | {' to '.join(sent)} | {there[0]['quality']:.3f} |")
-    origin = rows[-1]
-    seeds = max(line["seeds"] for line in lines)
-    found += [
-        "",
-        f"Seconds, and in brackets their ratio to the faster dense one with its range over {seeds} seeds; commit "
-        f"`{origin['commit']}`, {origin['cores']} cores that copy memory at {origin['copy_gb_s']} GB/s.",
-    ]
-    parts = {"time to quality": "\n".join(found)}
+        sent, losses = ([line[key] for line in there] for key in ("step_MB", "quality"))
+        ends = f"{_range(sent, '.2g')} | {_range(losses, '.3f')}"
+        found.append(f"| {name} | {' | '.join(map(_cell, there))} | {ends} |")
+    parts = {}
+    if lines:
+        origin, seeds = rows[-1], max(line["seeds"] for line in lines)
+        spread = f", and its least and most over {seeds} seeds" if seeds > 1 else ""
+        caption = (
+            f"Seconds, and in brackets their ratio to the faster dense one{spread}; commit `{origin['commit']}`, "
+            f"{origin['cores']} cores that copy memory at {origin['copy_gb_s']} GB/s."
+        )
+        parts["time to quality"] = "\n".join([*found, "", *textwrap.wrap(caption, 120)])
     for row in rows:
         if row["task"] == _TOUR:
             parts[_TOUR] = "\n".join(["```text", *row["printed"], "```"])
     return parts
+
+
+def _range(values: Sequence[float], form: str) -> str:
+    return " to ".join(dict.fromkeys(format(end, form) for end in (min(values), max(values))))
 
 
 def _words(network: str) -> str:
