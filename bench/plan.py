@@ -140,7 +140,7 @@ def _reason(rows: Sequence[Forecast], best: Forecast) -> str:
     assert best.quality_s is not None
     assert dense.quality_s is not None
     text = (
-        f"{best.exchange} ({best.plan}): a step takes {best.step_s:.3g} s in place of {dense.step_s:.3g} with "
+        f"take {best.exchange} ({best.plan}): a step takes {best.step_s:.3g} s in place of {dense.step_s:.3g} with "
         f"{dense.exchange}, and dense's quality {best.quality_s / dense.quality_s:.2f} of its time"
     )
     if best.exchange.startswith("muon"):
@@ -176,7 +176,7 @@ def _notes(links: Links, rows: Sequence[Forecast], is_measured: bool) -> Iterato
 def print_plan(job: Job, links: Links, found: dict[str, Any]) -> None:
     """Print a network's table, the recommendation first."""
     print(f"\n{links}; {job.numel:,} parameters, {job.compute_s:.4g} s a step without exchange, {job.steps} steps")
-    print(f"take {found['reason']}")
+    print(found["reason"])
     show([row | {"host_MB": row["host_bytes"] / 1e6, "steps": _steps(row)} for row in found["rows"]], COLUMNS)
     for faster in found["faster"]:
         print(f"{bits_in_words(faster['bits'])}: {faster['speedup']:.2g} times as fast")
