@@ -120,7 +120,10 @@ def magnitude_of(bits, dtype):
 
 @twin_of(cpu.kth_magnitude)
 def kth_magnitude(array, k):
-    return _radix(array, k)[Field.THRESHOLD]
+    memory = library().zeros(BINS + len(Field), np.uint64)
+    counters, state = memory[:BINS], memory[BINS:]
+    radix(array, 0, 0, 0, (0, k), counters, state)
+    return state[Field.THRESHOLD]
 
 
 @twin_of(cpu.select_largest)
@@ -184,10 +187,3 @@ def radix(
             "select", "histogram", array.dtype, min(BLOCKS, sweeps(array.size, array.dtype)),
             array, array.size, bits, room, bound, *k, shift, width, int(place == 0), int(condition), counters, state,
         )  # fmt: skip
-
-
-def _radix(array: Any, k: int) -> Any:
-    memory = library().zeros(BINS + len(Field), np.uint64)
-    counters, state = memory[:BINS], memory[BINS:]
-    radix(array, 0, 0, 0, (0, k), counters, state)
-    return state

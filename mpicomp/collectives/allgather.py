@@ -141,10 +141,8 @@ class PlainLayout(MessageLayout):
         sound = cpu.ascending_parts(self._words, self._indices_at, self._counts, self.numel)
         if sound < self.group.size:
             raise MessageError(f"from rank {sound}: message: indices do not ascend below {self.numel}")
-        return flags >> 8, sum(fields[1::3]), sum(fields[2::3]), self._write_mean
-
-    def _write_mean(self, out: NDArray[np.floating]) -> None:
-        cpu.mean_of_pairs(self.received, self._values_at, self._indices_at, self._counts, out)
+        places = self.received, self._values_at, self._indices_at, self._counts
+        return flags >> 8, sum(fields[1::3]), sum(fields[2::3]), lambda out: cpu.mean_of_pairs(*places, out)
 
 
 def mean_of_messages(

@@ -84,15 +84,17 @@ class LowRank(Scheme[PowerSGD]):
         if problem is not None:
             return failed_result(accumulated, problem, sums.stale)
         following = self._factors(sums.right_mean)
-        largest = None if sums.nonfinite else _largest(following)  # the host waits here, before the products below
+        largest, has_empty = [np.abs(factor).max(axis=1, keepdims=True) for factor in following], False  # of columns
+        if not sums.nonfinite:  # the host waits here, before the products below
+            [has_empty] = to_python((np.concatenate([size.reshape(-1) for size in largest]) == 0).any())
         # P Q^T with the mean Q is the mean; with this rank's Q it is this rank's share.
         assert not isinstance(second.sent, Selection)
         mean, sent = (workspace.array(name, numel, accumulated.dtype) for name in ("low-rank mean", "low-rank sent"))
         for whole, factors in ((mean, sums.right_mean), (sent, second.sent)):
             for stack, basis, factor in zip(self._stacks, bases, self._factors(factors), strict=True):
                 multiply(basis, factor.transpose(0, 2, 1), stack.of(whole))
-        if largest is not None:
-            _scale(following, *largest, rights, context)
+        if not sums.nonfinite:
+            _scale(following, largest, has_empty, rights, context)
             self._keep(rights, context)
         for whole, values in zip((mean, sent), sums.delivered_rest, strict=True):
             for part, packed in self._rest:
@@ -213,13 +215,6 @@ class _FactorSums:
         self.nonfinite |= result.nonfinite
         self.stale |= result.stale
         return result, result.mean_array(part, self._context.workspace)
-
-
-def _largest(factors: Stacks) -> tuple[Stacks, bool]:
-    """Return the largest magnitude in each column, shape (count, 1, rank), and whether one of them is 0."""
-    largest = [np.abs(factor).max(axis=1, keepdims=True) for factor in factors]
-    [empty] = to_python((np.concatenate([factor.reshape(-1) for factor in largest]) == 0).any())
-    return largest, empty
 
 
 def _scale(factors: Stacks, largest: Stacks, empty: bool, out: Stacks, context: Context) -> None:

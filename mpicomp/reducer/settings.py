@@ -75,7 +75,8 @@ def check_arguments(
             twice = [name for name in settings if name in places[: len(values)]]
             if twice:
                 raise ConfigurationError(f"{subsystem}: {twice[0]} was passed twice, by its place and by its name")
-            known = {**named, **{name: entry for other in others for name, entry in _settings_of(other).items()}}
+            theirs = [entry for other in others for entry in inspect.signature(other).parameters.values()]
+            known = dict.fromkeys([*named, *(entry.name for entry in theirs if entry.default is not entry.empty)])
             passed = {name: value for name, value in given.items() if name != "self"}
             check_settings(passed, given.get("compressor"), subsystem, [name for name in known if name != "self"])
             missing = [name for name in needed if name not in given]
@@ -100,11 +101,6 @@ def check_arguments(
         return call
 
     return decorate
-
-
-def _settings_of(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
-    parameters = inspect.signature(function).parameters
-    return {name: entry for name, entry in parameters.items() if entry.default is not entry.empty}
 
 
 def _refuse_together(error: MpicompError, comm: Any, world: Callable[[], Any], subsystem: str) -> NoReturn:
