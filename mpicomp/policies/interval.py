@@ -1,5 +1,6 @@
-"""Steps from one exchange to the next, and bits of an element, by the share of time that exchanges take."""
+"""Steps from one exchange to the next, and bits of an element, by the predicted seconds to a loss."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -15,38 +16,40 @@ from mpicomp.policies.policy import BucketOutcome, Plan, StepReport, UserSetting
 from mpicomp.registry import register
 from mpicomp.setting_checks import is_number
 
-_INTERVALS = 1, 2, 5, 10, 20, 40  # steps; their costs are in docs/updates.md
+_INTERVALS = 1, 2, 5, 10, 20, 40  # steps
 _BITS = 1, 2, 4
-_STAY_RATIO = 1.2  # of the share that the last choice may take, so that noise in seconds changes nothing
+_PENALTY_OF_A_BIT = 0.02  # share of more steps that training needs with one bit; with b bits a b-th of it
+_STAY_RATIO = 0.998  # of the last choice's seconds, from which another is taken, so that noise changes nothing
 
 
 @register
 @dataclass(eq=False)
 class Interval(Named):
-    """Choose the fewest steps between two exchanges of updates that leave an exchange a small share of them.
+    """Choose the steps between two exchanges of updates, and the bits of an element, by the seconds to a loss.
 
-    The harm of steps between exchanges differs from task to task, and is known after training only. So their number is
-    the least of which the compressor's exchange takes at most ``share``, and the exchange gets as many bits as fit in
-    that: the compressor's, 2, 4, or dense.
+    A step takes the seconds of its computation and its share of an exchange, and training needs more steps to a loss
+    the further exchanges are apart: of H steps and b bits the product ``(step + exchange_b / H) (1 + penalty)**log2(H)
+    (1 + 0.02 / b)`` is the least. Candidates are the compressor's bits, more of them up to 4, and dense exchange.
 
     Parameters
     ----------
-    share : float
-        In (0, 1]: seconds of an exchange over those of the steps before it. docs/updates.md has the reason for 0.25.
+    penalty : float
+        At least 0: share of more steps that training needs to a loss for each doubling of the steps between exchanges.
+        It differs from task to task; docs/updates.md has those that were measured.
     """
 
     id: ClassVar[str] = "interval"
     resumes: ClassVar[bool] = False
 
-    share: float = 0.25
+    penalty: float = 0.1
 
     def __post_init__(self) -> None:
         self.chooses_steps = False  # set by the optimizer that makes `sync_every` steps before the next exchange
         super().__post_init__()
 
     def check(self) -> None:
-        if not is_number(self.share) or not 0 < self.share <= 1:
-            raise ConfigurationError(f"interval: share must be in (0, 1], got {self.share!r}")
+        if not is_number(self.penalty) or not 0 <= self.penalty < math.inf:
+            raise ConfigurationError(f"interval: penalty must be a finite number of at least 0, got {self.penalty!r}")
 
     def configure(self, settings: UserSettings) -> None:
         super().configure(settings)
@@ -97,24 +100,21 @@ class Interval(Named):
         step_s = self.step_times.compute_s
         if not step_s:
             return
-        choices = _INTERVALS if self.chooses_steps else (1,)
         tables = [(table, self._selector.seconds(bucket)) for bucket, table in enumerate(self._selector.tables)]
-        levels = range(tables[0][0].kept.size)
-        exchange_s = [sum(float(seconds[table.rows_of(level)].min()) for table, seconds in tables) for level in levels]
-        fits = [
-            (steps, level)
-            for steps in choices
-            for level in levels
-            if exchange_s[level] <= self.share * steps * step_s * (_STAY_RATIO if (steps, level) == self._chosen else 1)
-        ]
-        if fits:
-            steps = fits[0][0]
-            self._chosen = max(choice for choice in fits if choice[0] == steps)
-        else:
-            self._chosen = choices[-1], min(levels, key=exchange_s.__getitem__)
+        penalties = [_PENALTY_OF_A_BIT / getattr(level, "bits", 1) for level in self.levels()]
+        penalties += [0.0] * (tables[0][0].kept.size - len(penalties))  # dense
+        seconds: dict[tuple[int, int], float] = {}
+        for level, penalty in enumerate(penalties):
+            exchange_s = sum(float(seconds_of[table.rows_of(level)].min()) for table, seconds_of in tables)
+            for steps in _INTERVALS if self.chooses_steps else (1,):
+                more = (1 + self.penalty) ** math.log2(steps) * (1 + penalty)
+                seconds[steps, level] = (step_s + exchange_s / steps) * more
+        best = min(seconds, key=seconds.__getitem__)
+        if seconds[best] <= _STAY_RATIO * seconds[self._chosen]:
+            self._chosen = best
         steps, level = self._chosen
-        share = exchange_s[level] / (steps * step_s)
+        more = (1 + self.penalty) ** math.log2(steps) * (1 + penalties[level])
         self._reason = (
-            f"{steps} local steps of {step_s:.2g} s, of which an exchange takes {share:.0%}, "
-            f"{'at most' if fits else 'and should take'} {self.share:.0%}"
+            f"{steps} local steps of {step_s:.2g} s, and {seconds[steps, level] / more - step_s:.2g} s of each for the "
+            f"exchange; {more - 1:.0%} more steps to a loss are assumed"
         )

@@ -205,6 +205,9 @@ class Checks:
         return given
         yield
 
+    def laid_out(self) -> None:
+        """Move arrays into new buckets, where these hold gradients, before they are read."""
+
     def finish(self, finite: bool) -> Rounds[bool]:
         """Check the step after its exchanges; return whether it is finite, the same on all ranks. As rounds."""
         return finite

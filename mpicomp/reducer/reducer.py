@@ -593,6 +593,7 @@ class Reducer:
         step.record.once = [*step.record.once, *once, *log[after:]]
         log[first:] = routes  # overhead
         layout.adopt(members, buckets)
+        step.checks.laid_out()
         layout.prefetch(step.inputs.gradients)
         self.plans = ()
 

@@ -5,17 +5,18 @@ from typing import Any
 
 import torch
 
-from mpicomp.arrays import ArraySpec
+from mpicomp.arrays import ArraySpec, as_kind_of
 from mpicomp.errors import ConfigurationError
 from mpicomp.mpi.rounds import Rounds
 from mpicomp.reducer import Reducer
 from mpicomp.reducer.agreement import Checks, GradientInput, Signature, agree
-from mpicomp.torch.checks import BROADCAST_ADVICE, Fingerprint, SettingsCheck, check_same, sample_of
+from mpicomp.torch.checks import BROADCAST_ADVICE, Fingerprint, SettingsCheck, check_same, sample_of, sum_of_bits
 from mpicomp.torch.parameters import as_real
 from mpicomp.torch.shards import ShardGroup, exchanged, spec_of
 from mpicomp.torch.states import to_arrays
 
 _WHO = "UpdateOptimizer"
+_SWAPPED_NUMEL = 1 << 20  # elements that trade places at once
 
 
 class SharedParameters(Checks):
@@ -24,6 +25,10 @@ class SharedParameters(Checks):
     Each rank's parameters leave the shared values as its optimizer steps. An exchange moves the shared values by the
     mean of all ranks' changes, which is the gradient of a `torch.optim.SGD` with settings ``outer``, if any; then the
     parameters become equal to them again.
+
+    The shared values lie in the reducer's buckets. An exchange moves them to the parameters, so that the changes take
+    their place there, and no array is needed but the residual. With ``outer``, which keeps their places, and where a
+    step may be repeated after a death, they have memory of their own; so have those of 16-bit parameters.
     """
 
     def __init__(
@@ -48,10 +53,13 @@ class SharedParameters(Checks):
         self._versions: dict[str, int] = {}
         self._compared = self._enabling_join = False
         self._scale = 1.0
-        self._uncompared: Mapping[str, torch.Tensor] = {}  # changes of the latest exchange, until they are compared
+        self._changes: dict[str, torch.Tensor] = {}  # of the exchange under way
+        self._views: dict[str, torch.Tensor] = {}  # memory in buckets for changes of 16-bit parameters
+        self._bits_of_changes: list[torch.Tensor] = []  # a checksum, where batches of ranks are compared
         outer = None if outer is None else dict(outer)
         self._takes_sign = bool(outer and outer.pop("sign", False))
         self._outer_settings = outer
+        reducer.layout.holds_gradients = (outer is None or self._takes_sign) and not reducer.deaths.survives
         self._outer: torch.optim.SGD | None = None
         self._momenta: dict[str, torch.Tensor] = {}  # loaded, of the outer optimizer, until it is made
         self.add(parameters)
@@ -105,8 +113,10 @@ class SharedParameters(Checks):
         """Exchange changes and apply them; after a failure the parameters equal the shared values, unmoved."""
         yield from self._prepare()
         with torch.no_grad():
-            self._uncompared = changes = {name: self._change(name) for name in self.values}
-        means = yield from self._averaged(changes, lr)
+            self._changes = {name: self._change(name) for name in self.values}
+        compares = self._fingerprint.needs_gradients and not self.frozen
+        self._bits_of_changes = [torch.tensor([sum_of_bits(self._changes.values())])] if compares else []
+        means = yield from self._averaged(lr)
         with torch.no_grad():
             self._move(means, lr)
         self._restore()
@@ -124,14 +134,28 @@ class SharedParameters(Checks):
         if not self.frozen:
             yield from self._settings_check.compare(group)
         advice = f"{BROADCAST_ADVICE}, and write the same to parameters on all ranks between steps"
-        yield from check_same(self.values, group, _WHO, advice)
+        yield from check_same(self._exchanged_values(), group, _WHO, advice)
         self._compared = True
         return given
 
+    @torch.no_grad()
+    def laid_out(self) -> None:
+        layout, self._views = self.reducer.layout, {}
+        for name, change in self._changes.items():
+            memory = layout.gradient(name)
+            if memory is None or change.device.type not in ("cpu", "cuda"):
+                continue
+            view = as_kind_of(change, memory)
+            if view.device == change.device:  # without CuPy, buckets of parameters on a GPU are on the host
+                self._changes[name] = view.copy_(change)
+                if self._is_swapped(name):
+                    self.values[name] = view
+                else:
+                    self._views[name] = view
+
     def finish(self, finite: bool) -> Rounds[bool]:
         group = self.reducer.transport.group
-        yield from self._fingerprint.compare(self.values, group, () if self.frozen else self._uncompared.values())
-        self._uncompared = {}
+        yield from self._fingerprint.compare(self._exchanged_values(), group, self._bits_of_changes)
         yield from self._settings_check.finish(group)
         return self.shards.agree_finite(finite)
 
@@ -204,18 +228,39 @@ class SharedParameters(Checks):
         if not self.frozen and (yield from self._settings_check.begin(self.reducer.transport.group)):
             self.stale = True
 
+    def _is_swapped(self, name: str) -> bool:
+        """Return whether a parameter holds its shared values during an exchange, whose memory holds the change."""
+        is_same = as_real(self._parameters[name]).dtype == self.values[name].dtype
+        return self.reducer.layout.holds_gradients and is_same
+
+    def _exchanged_values(self) -> dict[str, torch.Tensor]:
+        """Return the shared values during an exchange."""
+        return {
+            name: as_real(self._parameters[name].detach()) if self._is_swapped(name) else shared
+            for name, shared in self.values.items()
+        }
+
     def _change(self, name: str) -> torch.Tensor:
-        # In the dtype of its shared values, and in its memory where dtypes are equal.
+        # In the dtype of its shared values, and in memory that is there where dtypes are equal.
         values, shared = as_real(self._parameters[name].detach()), self.values[name]
+        if self._is_swapped(name):
+            count = 1 + shared.numel() // _SWAPPED_NUMEL
+            parts = ((tensor if tensor.ndim else tensor.view(1)).chunk(count) for tensor in (values, shared))
+            for value, kept in zip(*parts, strict=True):
+                change = value - kept
+                value.copy_(kept)
+                kept.copy_(change)
+            return shared
         if values.dtype == shared.dtype:
             return values.sub_(shared)
-        return values.to(shared.dtype).sub_(shared.to(values.dtype))  # parameters began as the rounded shared values
+        change = self._views[name] if name in self._views else torch.empty_like(shared)
+        return change.copy_(values).sub_(shared.to(values.dtype))  # parameters began as the rounded shared values
 
-    def _averaged(self, changes: Mapping[str, torch.Tensor], lr: float | None) -> Rounds[Any]:
-        absent = list(changes) if self.idle else []
+    def _averaged(self, lr: float | None) -> Rounds[Any]:
+        absent = list(self._changes) if self.idle else []
         self.shards.begin()
         try:
-            return (yield from self.reducer.rounds(changes, lr, absent=absent, scale=self._scale, checks=self))
+            return (yield from self.reducer.rounds(self._changes, lr, absent=absent, scale=self._scale, checks=self))
         except BaseException as error:
             self._restore()
             self.shards.fail(error)
@@ -225,14 +270,15 @@ class SharedParameters(Checks):
         record = self.reducer.last_step
         if record is not None and record.skipped:
             return
+        values = self._exchanged_values()
         if self._outer_settings is None:
             for name, mean in means.items():
-                self.values[name].add_(mean)
+                values[name].add_(mean)
             return
         if self._takes_sign:  # without momentum, so one parameter at a time: a copy of no more than one lives
             rate, decay = self._outer_settings.get("lr", 1e-3), self._outer_settings.get("weight_decay", 0)
             for name, mean in means.items():
-                self.values[name].add_(mean.sign().mul_(lr).sub_(self.values[name], alpha=decay), alpha=rate)
+                values[name].add_(mean.sign().mul_(lr).sub_(values[name], alpha=decay), alpha=rate)
             return
         if self._outer is None:
             # The mean change is added, as in ascent.
@@ -251,6 +297,9 @@ class SharedParameters(Checks):
     @torch.no_grad()
     def _restore(self) -> None:
         for name, shared in self.values.items():
-            as_real(self._parameters[name]).copy_(shared)
+            if self._changes and self._is_swapped(name):
+                shared.copy_(as_real(self._parameters[name]))
+            else:
+                as_real(self._parameters[name]).copy_(shared)
             self._versions[name] = self._parameters[name]._version
-        self.fresh = True
+        self._changes, self.fresh = {}, True

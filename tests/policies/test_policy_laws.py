@@ -20,7 +20,7 @@ WRONG = {  # values that a setting cannot have, each by itself
         "least": [0.2], "most": [2], "window": [0], "omega": [-0.1, 1.1], "epsilon": [0, 1.1], "smoothing": [0.0],
         "scaling": ["linear"], "every": [0], "published": ["yes"],
     },
-    "interval": {"share": [0, 1.1, True]},
+    "interval": {"penalty": [-0.1, float("inf"), True]},
     "lgreco": {
         "alpha": [0, -1], "every": [1], "first": [2.5, 1], "span": [0.5], "on": ["static", "lgreco", 3],
         "published": [1],
