@@ -17,7 +17,7 @@ from mpicomp.cost.kernel_costs import KernelCost
 from mpicomp.cost.model import scheme_key
 from mpicomp.errors import ConfigurationError
 from mpicomp.mpi.rounds import Group
-from mpicomp.policies.auto import bucket_length
+from mpicomp.policies.auto import BUSY_OVERLAP, bucket_length
 from mpicomp.policies.convergence_penalty import ElementStatistics
 from mpicomp.policies.plan_selector import collectives_for
 from mpicomp.policies.plan_tradeoff import PlanTradeoff
@@ -36,9 +36,7 @@ _MAX_LADDER_RANKS = 1024  # beyond, selections are forecast at 1 % alone
 _KERNELS = {"cpu": KernelCost(2e-4, 3e-9, 1.5e-8), "cuda": KernelCost(3e-4, 2e-11, 1e-10)}
 _DENSE_SHARE = 0.25  # of the seconds an element, of a dense exchange
 _S_PER_COPIED_BYTE = {"cpu": 0.0, "cuda": 1 / 55e9}
-# Share of backward that hides rounds: on cores that are busy the thread that exchanges waits for one. Four buckets of
-# `text-gpt` left 0.76 of the throughput and one 0.72, where 0.84 would have been all (docs/policies.md).
-_OVERLAP = {"cpu": 0.4, "cuda": 1.0}
+_OVERLAP = {"cpu": BUSY_OVERLAP, "cuda": 1.0}  # share of backward that hides rounds
 _MAX_SPREAD = 1.5  # of a step's seconds over the median
 _MUON_SHARE = 0.05  # of a step, where Muon's was not measured
 _ADVICE_RATIO = 1.25  # of seconds of a step, from which on another exchange is advised
@@ -231,7 +229,7 @@ class Forecaster:
         ratios = ladder(0.001, 0.25, 2.0) if self._group.size <= _MAX_LADDER_RANKS else []
         levels: list[Compressor] = [at_ratio(wire, ratio) for wire in wires for ratio in ratios]
         levels += [*quantisers, Dense(wire="bf16"), Dense()]
-        nbytes = min(_MAX_BYTES, bucket_length(self._network, self._group.size, 4 * self._job.numel))
+        nbytes = min(_MAX_BYTES, bucket_length(self._network, self._group.size, 4 * self._job.numel, self._overlap))
         costs, compute_s = [self._best(compressor, nbytes) for compressor in levels], self._job.compute_s
         seconds = np.array([self._step_s(cost, nbytes) for cost in costs])
         penalties = np.array([self.penalty(level) for level in levels])

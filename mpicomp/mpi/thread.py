@@ -21,6 +21,8 @@ Value = TypeVar("Value")
 drivers: "weakref.WeakSet[_Driver]" = weakref.WeakSet()
 """Those of all threads, which `mpicomp.mpi.end` stops."""
 
+_SHARED_CORES_S = 1e-3  # longest sleep between two tests where ranks share cores, while this rank computes
+_SHARED_CORES_YIELDS = 20  # rests there that only yield the core, while this rank waits
 _MAX_LEAVE_S = 3.0  # for the thread to stop; it is mostly polling or asleep
 
 
@@ -121,7 +123,10 @@ class _Driver:
 
     def _run(self) -> None:
         processors.widen()
-        lazy, eager = Backoff(eager=0), Backoff()
+        if self._transport.group.own_cores:
+            lazy, eager = Backoff(eager=0), Backoff()
+        else:  # each test takes time from a rank that computes
+            lazy, eager = Backoff(eager=0, longest=_SHARED_CORES_S), Backoff(eager=_SHARED_CORES_YIELDS)
         while not self.leaving:
             if not self.jobs:
                 self.awake.wait()

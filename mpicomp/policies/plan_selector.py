@@ -44,7 +44,7 @@ _MEDIAN_STEPS = 5  # intervals between steps whose median counts
 # bits through two-phase in buckets of the default length; of dense plans some need next to nothing.
 _MEMORY_SHARE, _MEMORY_BYTES = 0.5, 48 << 20
 _DENSE_SHARE, _DENSE_BYTES = 0.25, 8 << 20
-_MAX_SLOWNESS_RATIO = 2.0  # of predicted seconds over the least: slower plans are not run to check the prediction
+_MAX_SLOWNESS_RATIO = 1.5  # of predicted seconds over the least: slower plans are not run to check the prediction
 
 
 @dataclass
@@ -360,6 +360,9 @@ def collectives_for(compressor: Compressor, group: Group, complete: bool = False
     """
     is_flat = group.hosts in (1, group.size)  # hierarchical ones need several hosts, and several ranks on one
     names = [name for name in variants(compressor) if not (is_flat and "hierarchical" in name)]
+    is_summed = group.identical_sums and getattr(compressor, "wire", None) is None
+    if compressor.message == "dense" and not is_summed and "scatter-reduce" in names:
+        names.remove("allreduce")  # which runs the same rounds then
     delivering = [name for name in names if not bind(compressor, name).may_drop_selected] if complete else []
     return delivering or names
 

@@ -1,6 +1,7 @@
 """The joint choice: what it runs under simulated networks, and that nothing is lost on the way."""
 
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,8 +11,12 @@ from trainings import Adam, Training
 from worlds import Ranks
 
 import mpicomp
+from mpicomp.cost import Network
 from mpicomp.errors import ConfigurationError, IncompatiblePairError
+from mpicomp.mpi.rounds import layout_groups
 from mpicomp.policies import get_policy
+from mpicomp.policies.auto import BUSY_OVERLAP, bucket_length
+from mpicomp.policies.plan_selector import collectives_for
 
 SLOW, FAST, NO_TIME = Link(1e-5, 2e6), Link(1e-5, 10e9), Link(1e-9, 1e15)
 
@@ -221,3 +226,21 @@ def test_buckets_are_cut_by_what_the_network_takes(rate):
     assert left[len(others)] <= 1.1 * min(left)  # whole arrays, and a latency that is measured
     assert len(set(others)) <= 1
     assert last <= max(others, default=last)
+
+
+def test_buckets_are_fewer_where_ranks_share_cores():
+    """12 MB of gradients on links as in a lab of four hosts, of which two share a core: 1 Gbit/s, and 50 Mbit/s."""
+    made = []
+    for seconds_per_byte in (8.4e-9, 168e-9):
+        network = Network(4)
+        network.set_link("world", 90e-6, seconds_per_byte, 0.1)
+        lengths = [bucket_length(network, 4, 12_400_000, overlap) for overlap in (1.0, BUSY_OVERLAP)]
+        made.append([round(12_400_000 / length) for length in lengths])
+    assert made == [[2, 1], [11, 7]]
+
+
+def test_16_bits_are_tried_once_for_each_exchange():
+    group = layout_groups(range(4), 0)[0]
+    assert collectives_for(mpicomp.Dense(wire="bf16"), group) == ["scatter-reduce", "parameter-server"]
+    assert collectives_for(mpicomp.Dense(), group)[:2] == ["allreduce", "scatter-reduce"]
+    assert "allreduce" not in collectives_for(mpicomp.Dense(), replace(group, identical_sums=False))
