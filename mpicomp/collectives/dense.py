@@ -81,9 +81,10 @@ class Allreduce(Scheme[Dense]):
     def exchange(self, accumulated: Accumulated, context: Context) -> Exchange:
         group, workspace = context.group, context.workspace
         if self._sums_in_pairs(accumulated.numel, group):
-            return (
-                yield from PairwiseSum(accumulated.numel, accumulated.dtype, group).exchange(accumulated, workspace)
-            )
+            pairs = workspace.prepared.get(self)
+            if pairs is None or pairs.shape != (accumulated.numel, accumulated.dtype, group):
+                pairs = workspace.prepared[self] = PairwiseSum(accumulated.numel, accumulated.dtype, group)
+            return (yield from pairs.exchange(accumulated, workspace))
         if not self._summable(group):
             return (yield from ScatterReduce(self.compressor).exchange(accumulated, context))
         is_divided = accumulated.divide(group.size)
@@ -118,7 +119,7 @@ class PairwiseSum:
     """
 
     def __init__(self, numel: int, dtype: np.dtype[Any], group: Group) -> None:
-        self.group = group
+        self.shape = numel, dtype, group
         self.spans = slices_of(parts_of(numel, group.size))
         self._segment = min(_SEGMENT, -(-self.spans[0].stop // (group.size - 1)))  # less arrives than a part
         parts = [self._segments(span) for span in self.spans]
@@ -143,7 +144,10 @@ class PairwiseSum:
             counts = tuple(self.spans[one].stop - self.spans[one].start for one in (rank, source))
             task = Round("sendrecv", counts, dtype, peers=(to, source), whole=whole)
             self._gather.append((self.spans[source], task))
-        self._flags = Round("allreduce", (TRAILER,), np.dtype(np.float64))
+        flags = np.zeros(TRAILER), np.empty(TRAILER)
+        self._flags = Round("allreduce", (TRAILER,), np.dtype(np.float64), send=flags[0], recv=flags[1])
+        self._memory: NDArray[np.floating] | None = None  # of the last mean
+        self._means: list[NDArray[np.floating]] = []  # the last mean, and of each segment
 
     def _segments(self, span: slice) -> list[slice]:
         # As many of each part, which may differ by an element
@@ -158,29 +162,38 @@ class PairwiseSum:
 
     def exchange(self, accumulated: Accumulated, workspace: Workspace) -> Exchange:
         """Average over the ranks; see `Scheme.exchange`."""
-        group, energy, gradient = self.group, math.nan, accumulated.lent()
+        energy, gradient, finite = math.nan, accumulated.lent(), True
         if gradient is None:
             gradient = accumulated.array()
             energy = accumulated.energy
-        memory, finite = accumulated.memory_of_mean(workspace), True
-        mean = accumulated.whole if memory is accumulated.memory else memory[: accumulated.numel]
-        for segment, of_segment in zip(self.segments, self._scatter, strict=True):
-            finite &= yield from self._sum_segment(segment, of_segment, gradient, mean, accumulated, workspace)
-        self._flags.send = np.array([not finite, accumulated.stale, energy, accumulated.lost])
-        self._flags.recv = np.empty(TRAILER)
+        memory = accumulated.memory_of_mean(workspace)
+        if memory is not self._memory:
+            self._prepare(memory, accumulated)
+        mean, *means = self._means
+        for segment, out, of_segment in zip(self.segments, means, self._scatter, strict=True):
+            finite &= yield from self._sum_segment(segment, of_segment, gradient, out, accumulated, workspace)
+        flags = self._flags.send
+        assert flags is not None
+        flags[:] = not finite, accumulated.stale, energy, accumulated.lost
         nonfinite, stale, energy, lost = (yield self._flags).tolist()
-        span = self.spans[group.rank]
-        for place, task in self._gather:
-            task.send, task.recv = mean[span], mean[place]
+        for _, task in self._gather:
             yield task
         gain = 1.0 if lost == 0 else gain_of(lost, energy)
         return Result(mean, accumulated.whole, energy, gain, float(accumulated.numel), nonfinite > 0, stale > 0)
+
+    def _prepare(self, memory: NDArray[np.floating], accumulated: Accumulated) -> None:
+        mean = accumulated.whole if memory is accumulated.memory else memory[: accumulated.numel]
+        self._memory, self._means = memory, [mean, *(mean[segment] for segment in self.segments)]
+        part = mean[self.spans[self.shape[2].rank]]
+        for place, task in self._gather:
+            task.send, task.recv = part, mean[place]
 
     def _sum_segment(
         self, segment: slice, rounds: Sequence[tuple[slice, Round]], gradient: NDArray[np.floating],
         mean: NDArray[np.floating], accumulated: Accumulated, workspace: Workspace,
     ) -> Rounds[bool]:  # fmt: skip
-        size, length = self.group.size, segment.stop - segment.start
+        group, length = self.shape[2], segment.stop - segment.start
+        size = group.size
         rows = workspace.scratch("incoming", self.capacity, accumulated.dtype)
         parts: list[NDArray[np.floating]] = [gradient[segment]] * size
         for row, (place, task) in enumerate(rounds):
@@ -190,11 +203,11 @@ class PairwiseSum:
             task.send = task.calls_made = None  # else the record of the step would keep the gradient
             parts[task.peers[1]] = arrived  # type: ignore[index]
         add, threads, total = accumulated.kernels.accumulate, accumulated.threads, parts[0]
-        sums = parts[0] if self.group.rank else parts[1]  # of the two that are added first one has arrived
+        sums = parts[0] if group.rank else parts[1]  # of the two that are added first one has arrived
         for part in parts[1:-1]:
             add(total, part, sums, threads)
             total = sums
-        [finite] = to_python(add(total, parts[-1], mean[segment], threads, 1 / size).finite)
+        [finite] = to_python(add(total, parts[-1], mean, threads, 1 / size).finite)
         return bool(finite)
 
 
