@@ -17,7 +17,7 @@ from mpicomp.kernels.cpu.compile import check_compiler
 from mpicomp.mpi import Transport
 from mpicomp.mpi.connect import connect, run_over
 from mpicomp.mpi.rounds import Group, Round, Rounds, gather_rows
-from mpicomp.reducer.agreement import Signature, agree, no_memory
+from mpicomp.reducer.agreement import Signature, agree, compare, digest_round, no_memory, report_of
 from mpicomp.reducer.reducer import Reducer
 from mpicomp.reducer.settings import check_arguments
 from mpicomp.setting_checks import check_choice, check_range
@@ -98,10 +98,10 @@ def allreduce(
     """
     if error is None and op == "mean" and out is None and not relative:
         return _compressed_mean(array, compressor, comm)
-    return run_over(
-        _world() if comm is None else comm,
-        lambda group: bounded_rounds(array, compressor, error, op, out, group, relative),
-    )
+    if comm is None:
+        world = _world()
+        return world.run(bounded_rounds(array, compressor, error, op, out, world.group, relative))
+    return run_over(comm, lambda group: bounded_rounds(array, compressor, error, op, out, group, relative))
 
 
 def _compressed_mean(array: Any, compressor: Compressor | str | Mapping[str, Any] | None, comm: Any) -> Any:
@@ -124,6 +124,10 @@ def bounded_rounds(
     relative: bool = False,
 ) -> Rounds[NDArray[Any]]:
     """Run `allreduce` with a bound, or of a sum, as a generator of rounds."""
+    if error is None and op == "sum" and compressor is None and isinstance(array, np.ndarray | np.generic):
+        known = _known_sums.get((array.dtype, array.shape))
+        if known is not None and known.group is group and not relative and known.takes(array, out):
+            return (yield from known.rounds(array, out))
     signature: Signature | None = None
     problem: MpicompError | None = None
     try:
@@ -145,11 +149,46 @@ def bounded_rounds(
     flat, numbers = flat.view(real), direct.view(real)
     if bound is None:
         yield from _sum(flat, numbers, group)
+        if group.identical_sums and array.dtype.isnative:
+            if len(_known_sums) >= _MAX_KNOWN_SUMS:
+                _known_sums.clear()
+            _known_sums[array.dtype, array.shape] = _KnownSum(signature, real, group)
     else:
         yield from _bounded(flat, numbers, bound, relative, op, group)
     if not result.flags.c_contiguous:
         result[...] = direct.reshape(result.shape)
     return result
+
+
+class _KnownSum:
+    """A sum of arrays on which all ranks have agreed; to sum the next ones they send the same digest."""
+
+    def __init__(self, signature: Signature, real: str, group: Group) -> None:
+        self.group = group
+        self._report = report_of(signature, None)
+        self._digests = digest_round(self._report, False, group)
+        self._real = np.dtype(real)
+
+    def takes(self, array: Any, out: Any) -> bool:
+        """Return whether neither array has to be copied or refused."""
+        if isinstance(array, np.ndarray) and (type(array) is not np.ndarray or not array.flags.c_contiguous):
+            return False
+        return out is None or (
+            type(out) is np.ndarray and out.flags.carray and (out.dtype, out.shape) == (array.dtype, array.shape)
+            and not np.may_share_memory(array, out)
+        )  # fmt: skip
+
+    def rounds(self, array: Any, out: NDArray[Any] | None) -> Rounds[NDArray[Any]]:
+        """Sum arrays. As rounds."""
+        yield from compare(self._report, self._digests, self.group, "allreduce")
+        result = np.empty(array.shape, array.dtype) if out is None else out
+        send, recv = array.reshape(-1).view(self._real), result.reshape(-1).view(self._real)
+        yield Round("allreduce", (send.size,), self._real, send=send, recv=recv)
+        return result
+
+
+_MAX_KNOWN_SUMS = 64
+_known_sums: dict[tuple[np.dtype[Any], tuple[int, ...]], _KnownSum] = {}
 
 
 def _sum(flat: NDArray[np.floating], out: NDArray[np.floating], group: Group) -> Rounds[None]:

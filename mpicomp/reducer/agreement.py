@@ -84,13 +84,30 @@ def agree(
     first, since it mostly explains other errors. A problem of some rank is raised on all, with its class. Reports that
     cannot be read raise `MessageError`.
     """
+    report = report_of(signature, problem)
+    yield from compare(report, digest_round(report, problem is not None, group), group, subsystem)
+
+
+def report_of(signature: Signature | None, problem: MpicompError | None) -> bytes:
+    """Return a rank's signature, or its error, as ranks exchange them."""
     content: dict[str, Any] = {} if signature is None else signature.to_json()
     if problem is not None:
         content |= {"error": type(problem).__name__, "message": str(problem)}
-    report = json.dumps(content, sort_keys=True).encode()
-    short = np.frombuffer(hashlib.blake2b(report, digest_size=16).digest() + bytes([problem is not None]), _BYTE)
-    rows = yield from gather_rows(short, group)
-    if (rows == rows[0]).all() and problem is None:
+    return json.dumps(content, sort_keys=True).encode()
+
+
+def digest_round(report: bytes, is_wrong: bool, group: Group) -> Round:
+    """Return the round in which ranks exchange the digests of their reports."""
+    digest = np.frombuffer(hashlib.blake2b(report, digest_size=16).digest() + bytes([is_wrong]), _BYTE)
+    received = np.empty(group.size * digest.size, _BYTE)
+    return Round("allgatherv", [digest.size] * group.size, _BYTE, send=digest, recv=received)
+
+
+def compare(report: bytes, digests: Round, group: Group, subsystem: str) -> Rounds[None]:
+    """Compare the ranks' reports as `agree` does, by a round of `digest_round`. As rounds."""
+    digest, received = digests.send, (yield digests)
+    assert digest is not None
+    if not digest[-1] and received.tobytes() == group.size * digest.tobytes():
         return
     counts = checked_lengths((yield from gather_rows(np.int64(len(report)), group)), subsystem)
     if counts[group.rank] != len(report):

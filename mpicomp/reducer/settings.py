@@ -59,7 +59,7 @@ def check_arguments(
         parameters = inspect.signature(make).parameters
         named = {name: entry for name, entry in parameters.items() if entry.kind is not entry.VAR_KEYWORD}
         places = [name for name, entry in named.items() if entry.kind is not entry.KEYWORD_ONLY]
-        needed = [name for name, entry in named.items() if entry.default is entry.empty]
+        needed = {name for name, entry in named.items() if entry.default is entry.empty}
         kinds = {name: kinds_of(entry) for name, entry in named.items()}
 
         def checked(name: str, value: Any) -> Any:
@@ -79,7 +79,7 @@ def check_arguments(
             known = dict.fromkeys([*named, *(entry.name for entry in theirs if entry.default is not entry.empty)])
             passed = {name: value for name, value in given.items() if name != "self"}
             check_settings(passed, given.get("compressor"), subsystem, [name for name in known if name != "self"])
-            missing = [name for name in needed if name not in given]
+            missing = [name for name in named if name in needed and name not in given]
             if missing:
                 example = ", such as model.named_parameters()" if missing[0] == "named_parameters" else ""
                 raise ConfigurationError(f"{subsystem}: {missing[0]} is missing; pass it{example}")
@@ -88,9 +88,7 @@ def check_arguments(
         def call(*values: Settings.args, **settings: Settings.kwargs) -> Made:
             given = dict(zip(places, values, strict=False)) | settings
             try:
-                if len(given) < len(values) + len(settings) or not given.keys() <= named.keys():
-                    check_names(given, values, settings)
-                if any(name not in given for name in needed):
+                if len(given) < len(values) + len(settings) or not needed <= given.keys() <= named.keys():
                     check_names(given, values, settings)
                 arguments = [checked(name, value) for name, value in zip(places, values, strict=False)]
                 options = {name: checked(name, value) for name, value in settings.items()}

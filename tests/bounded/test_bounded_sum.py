@@ -325,6 +325,23 @@ def test_a_sum_over_mpi(comm):
     assert mpicomp.allreduce(array, op="sum", out=array) is array
 
 
+@pytest.mark.mpi(min_size=2)
+def test_sums_of_known_arrays_are_still_compared(comm):
+    """Ranks that have added such arrays before send a digest that they have: it has to differ from another array's."""
+    size = comm.size
+    for number in range(3):  # the first one is not known
+        for array in (np.full((2, 3), number + 1.0, np.float32), np.float64(number)):
+            out = np.empty_like(array) if number == 2 else None
+            assert (mpicomp.allreduce(array, op="sum", out=out) == size * array).all()
+    mpicomp.allreduce(np.ones(3), op="sum")
+    for other in (np.ones(4), np.ones((2, 3), np.float32), np.ones(3, np.int64)):
+        with pytest.raises((DisagreementError, ArrayTypeError)):
+            mpicomp.allreduce(other if comm.rank else np.ones(3), op="sum")
+    with pytest.raises(DisagreementError):
+        mpicomp.allreduce(np.ones(3), op="sum" if comm.rank else "mean", error=0.1)
+    assert mpicomp.allreduce(np.ones(3), op="sum").tolist() == [size] * 3
+
+
 @pytest.mark.mpi
 @pytest.mark.parametrize("op", ["mean", "sum"])
 def test_bounded_sum_over_mpi_has_the_bits_of_one_process(comm, op):
