@@ -249,6 +249,11 @@ class PlanSelector:
         candidates = self.tables[bucket].candidates
         return self._nominal[bucket] if candidates is None else candidates.seconds()
 
+    def hopeful_seconds(self, bucket: int) -> NDArray[np.float64]:
+        """Return the same, less a standard deviation for rows that were never run."""
+        candidates = self.tables[bucket].candidates
+        return self._nominal[bucket] if candidates is None else candidates.hopeful_seconds()
+
     def plan(
         self, bucket: int, among: NDArray[np.int64], reason: str = "", compressor: Compressor | None = None
     ) -> Plan:
