@@ -149,7 +149,7 @@ def bounded_rounds(
     flat, numbers = flat.view(real), direct.view(real)
     if bound is None:
         yield from _sum(flat, numbers, group)
-        if group.identical_sums and array.dtype.isnative:
+        if group.identical_sums and array.dtype.isnative and signature is not None:
             if len(_known_sums) >= _MAX_KNOWN_SUMS:
                 _known_sums.clear()
             _known_sums[array.dtype, array.shape] = _KnownSum(signature, real, group)

@@ -353,8 +353,8 @@ class Auto(MeasuredPolicy):
         )
 
     def _seconds(self, bucket: int, penalties: NDArray[np.float64]) -> NDArray[np.float64]:
-        # What loses next to nothing is tried where it may be faster than dense: other ranks, and busy cores, make
-        # kernels slower than they were alone, those of dense exchanges too.
+        # Plans that lose next to nothing are tried where they may be faster than dense: no seconds of a plan that has
+        # never run show how busy cores change them.
         is_harmless = (penalties > 0) & (penalties <= HARMLESS_PENALTY)
         hopeful, seconds = self._selector.hopeful_seconds(bucket), self._selector.seconds(bucket)
         return np.where(is_harmless, hopeful, seconds)
