@@ -19,7 +19,7 @@ from mpicomp.mpi.rounds import Group
 from mpicomp.mpi.transport import RoundLog
 from mpicomp.reducer import StepRecord
 from mpicomp.torch import DistributedOptimizer, UpdateOptimizer, broadcast_parameters, replicas
-from mpicomp.torch.muon import muon_and_adamw
+from mpicomp.torch.muon import muon_and_adamw, settings_of_changes
 from mpicomp.torch.shards import local_of
 
 CPU = torch.device("cpu")
@@ -166,6 +166,8 @@ class MpicompReplica(Replica):
         self.once_bytes = round(sum(entry.wire_bytes for entry in broadcast))
         settings |= {"named_parameters": self.model.named_parameters(), "comm": self.between}
         wrap: Any = DistributedOptimizer if updates is None else UpdateOptimizer
+        if muon:
+            of_updates = settings_of_changes(self.between.group.size, settings.get("compressor")) | of_updates
         self.optimizer = wrap(self.optimizer, **settings, **of_updates)
         self.schedule = task.schedule(self.optimizer, steps)
         self.record: StepRecord = StepRecord(0)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from mpicomp.compressors import Compressor
+from mpicomp.compressors import Compressor, get_compressor
 from mpicomp.errors import ConfigurationError
 from mpicomp.mpi.connect import connected
 from mpicomp.reducer import Reducer
@@ -22,6 +22,9 @@ from mpicomp.torch.states import name_of
 from mpicomp.torch.updates import UpdateOptimizer
 
 LR, ADAMW_LR, WEIGHT_DECAY, SYNC_EVERY, COMPRESSOR = 0.02, 3e-3, 0.1, 10, "onebit"
+MOMENTUM = 0.9  # of a rank's Muon: its noise lasts 1 / (1 - momentum) steps, as many as are between two exchanges
+FEEDBACK_DECAY = 0.9
+_MAX_GAIN = 2.5  # times that the mean change counts
 _WHO = "LocalMuon"
 _BETAS = 0.9, 0.95  # of AdamW
 # Of Newton-Schulz iterations: singular values from 0.013 of the bound on end at 0.7 to 1.2, also where each iteration
@@ -188,6 +191,7 @@ def LocalMuon(  # noqa: N802, a factory that reads like the class that it stands
     *,
     adamw_lr: float = ADAMW_LR,
     weight_decay: float = WEIGHT_DECAY,
+    momentum: float = MOMENTUM,
     matrices: Collection[str] | None = None,
     sync_every: int | str = SYNC_EVERY,
     compressor: Compressor | str | Mapping[str, Any] | None = COMPRESSOR,
@@ -212,6 +216,8 @@ def LocalMuon(  # noqa: N802, a factory that reads like the class that it stands
         that, so that a scheduler, or a script that writes one rate to all groups, sets both.
     weight_decay : float
         Of both, decoupled.
+    momentum : float
+        Muon's, on each rank.
     matrices : collection of str, optional
         Names of all parameters that Muon steps. By default these have two dimensions or more, both larger than 1. Left
         to AdamW are weights of `torch.nn.Embedding` (where the model is passed), of modules named after an embedding,
@@ -219,7 +225,8 @@ def LocalMuon(  # noqa: N802, a factory that reads like the class that it stands
         outputs.
     sync_every, compressor, warmup, comm, **settings
         See `mpicomp.torch.UpdateOptimizer`, which takes all of its other settings here, too. ``sync_every="auto"``
-        chooses steps and bits together, by measured links.
+        chooses steps and bits together, by measured links. Other defaults are
+        ``outer={"lr": sqrt(ranks)}``, at most 2.5, and ``feedback_decay=0.9``.
 
     Returns
     -------
@@ -249,12 +256,14 @@ def LocalMuon(  # noqa: N802, a factory that reads like the class that it stands
     """
     with connected(comm) as transport:
 
-        def make() -> tuple[list[tuple[str, torch.Tensor]], CombinedOptimizer]:
-            pairs = named_pairs(named_parameters, _WHO, transport.group.size)
+        def make() -> tuple[list[tuple[str, torch.Tensor]], CombinedOptimizer, dict[str, Any]]:
+            ranks = transport.group.size
+            pairs = named_pairs(named_parameters, _WHO, ranks)
             model = named_parameters if isinstance(named_parameters, torch.nn.Module) else None
-            return pairs, muon_and_adamw(pairs, model, lr, adamw_lr, weight_decay, matrices)
+            both = muon_and_adamw(pairs, model, lr, adamw_lr, weight_decay, matrices, momentum)
+            return pairs, both, settings_of_changes(ranks, compressor, settings.get("feedback")) | settings
 
-        pairs, both = run_collectively(make, transport, _WHO)
+        pairs, both, settings = run_collectively(make, transport, _WHO)
         wrapped = UpdateOptimizer(both, pairs, sync_every, compressor, warmup=warmup, comm=transport, **settings)
         wrapped._mpicomp.owns_transport = transport is not comm
     return wrapped
@@ -267,6 +276,7 @@ def muon_and_adamw(
     adamw_lr: float = ADAMW_LR,
     weight_decay: float = WEIGHT_DECAY,
     matrices: Collection[str] | None = None,
+    momentum: float = MOMENTUM,
 ) -> CombinedOptimizer:
     """Return Muon for the named matrices, or for hidden ones, and AdamW for all other parameters."""
     _check_at_least_zero(_WHO, lr=lr, adamw_lr=adamw_lr, weight_decay=weight_decay)
@@ -291,7 +301,7 @@ def muon_and_adamw(
         )
     of_muon = [parameter for name, parameter in parameters.items() if name in chosen]
     optimizers: list[torch.optim.Optimizer] = [
-        Muon([{"params": of_muon, "lr_ratio": lr / adamw_lr}], adamw_lr, weight_decay)
+        Muon([{"params": of_muon, "lr_ratio": lr / adamw_lr}], adamw_lr, weight_decay, momentum)
     ]
     others = [parameter for name, parameter in parameters.items() if name not in chosen]
     groups = [
@@ -301,6 +311,22 @@ def muon_and_adamw(
     if others:
         optimizers.append(torch.optim.AdamW([group for group in groups if group["params"]], adamw_lr, _BETAS))
     return CombinedOptimizer(optimizers, _WHO)
+
+
+def settings_of_changes(
+    ranks: int, compressor: Compressor | str | Mapping[str, Any] | None, feedback: bool | None = None
+) -> dict[str, Any]:
+    """Return LocalMuon's settings of `UpdateOptimizer`: how far to move along the mean change, and residuals' decay.
+
+    Noise of ranks' changes cancels in their mean, which is shorter than each of them, by up to the root of the ranks.
+
+    >>> settings_of_changes(4, "onebit")
+    {'outer': {'lr': 2.0}, 'feedback_decay': 0.9}
+    """
+    settings: dict[str, Any] = {"outer": {"lr": min(math.sqrt(ranks), _MAX_GAIN)}} if ranks > 1 else {}
+    if compressor is not None and feedback is not False and get_compressor(compressor).feedback:
+        settings["feedback_decay"] = FEEDBACK_DECAY
+    return settings
 
 
 def hidden_matrices(parameters: Mapping[str, torch.Tensor], model: torch.nn.Module | None) -> list[str]:

@@ -27,8 +27,8 @@ class SharedParameters(Checks):
     parameters become equal to them again.
 
     The shared values lie in the reducer's buckets. An exchange moves them to the parameters, so that the changes take
-    their place there, and no array is needed but the residual. With ``outer``, which keeps their places, and where a
-    step may be repeated after a death, they have memory of their own; so have those of 16-bit parameters.
+    their place there, and no array is needed but the residual. With momentum in ``outer``, which keeps their places,
+    and where a step may be repeated after a death, they have memory of their own; so have those of 16-bit parameters.
     """
 
     def __init__(
@@ -59,7 +59,8 @@ class SharedParameters(Checks):
         outer = None if outer is None else dict(outer)
         self._takes_sign = bool(outer and outer.pop("sign", False))
         self._outer_settings = outer
-        reducer.layout.holds_gradients = (outer is None or self._takes_sign) and not reducer.deaths.survives
+        self._has_momentum = bool(outer and outer.get("momentum"))
+        reducer.layout.holds_gradients = not self._has_momentum and not reducer.deaths.survives
         self._outer: torch.optim.SGD | None = None
         self._momenta: dict[str, torch.Tensor] = {}  # loaded, of the outer optimizer, until it is made
         self.add(parameters)
@@ -271,19 +272,17 @@ class SharedParameters(Checks):
         if record is not None and record.skipped:
             return
         values = self._exchanged_values()
-        if self._outer_settings is None:
+        if not self._has_momentum:  # one parameter at a time: a copy of no more than one lives
+            outer = {"lr": 1.0} if self._outer_settings is None else self._outer_settings
+            rate, decay = outer.get("lr", 1e-3), outer.get("weight_decay", 0)
             for name, mean in means.items():
-                values[name].add_(mean)
-            return
-        if self._takes_sign:  # without momentum, so one parameter at a time: a copy of no more than one lives
-            rate, decay = self._outer_settings.get("lr", 1e-3), self._outer_settings.get("weight_decay", 0)
-            for name, mean in means.items():
-                values[name].add_(mean.sign().mul_(lr).sub_(values[name], alpha=decay), alpha=rate)
+                step = mean.sign().mul_(lr) if self._takes_sign else mean
+                values[name].add_(step.sub(values[name], alpha=decay) if decay else step, alpha=rate)
             return
         if self._outer is None:
             # The mean change is added, as in ascent.
             self._outer = torch.optim.SGD(
-                [{"params": [shared]} for shared in self.values.values()], **self._outer_settings, maximize=True
+                [{"params": [shared]} for shared in self.values.values()], **(self._outer_settings or {}), maximize=True
             )
             for name, momentum in self._momenta.items():
                 self._outer.state[self.values[name]]["momentum_buffer"] = momentum.to(self.values[name], copy=True)
