@@ -214,10 +214,8 @@ def LocalMuon(  # noqa: N802, a factory that reads like the class that it stands
     lr, adamw_lr : float
         Rates of Muon and AdamW. The groups of both have AdamW's as ``"lr"``, and Muon steps by ``lr / adamw_lr`` times
         that, so that a scheduler, or a script that writes one rate to all groups, sets both.
-    weight_decay : float
-        Of both, decoupled.
-    momentum : float
-        Muon's, on each rank.
+    weight_decay, momentum : float
+        The decoupled weight decay of both, and the momentum of Muon on each rank.
     matrices : collection of str, optional
         Names of all parameters that Muon steps. By default these have two dimensions or more, both larger than 1. Left
         to AdamW are weights of `torch.nn.Embedding` (where the model is passed), of modules named after an embedding,
@@ -225,8 +223,8 @@ def LocalMuon(  # noqa: N802, a factory that reads like the class that it stands
         outputs.
     sync_every, compressor, warmup, comm, **settings
         See `mpicomp.torch.UpdateOptimizer`, which takes all of its other settings here, too. ``sync_every="auto"``
-        chooses steps and bits together, by measured links. Other defaults are
-        ``outer={"lr": sqrt(ranks)}``, at most 2.5, and ``feedback_decay=0.9``.
+        chooses steps and bits together, by measured links. Defaults of its own are ``outer={"lr": sqrt(ranks)}``, at
+        most 2.5, and ``feedback_decay=0.9``.
 
     Returns
     -------
