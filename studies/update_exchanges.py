@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from mpicomp.bench import devices
-from mpicomp.bench.tasks import Task, get_task, list_tasks
+from mpicomp.bench.tasks import Task, list_tasks
 from mpicomp.bench.tasks.gpt import TextGPT
 from mpicomp.bench.tasks.task import TASKS
 from study_rows import Rows, Study, show
@@ -21,7 +21,6 @@ from study_rows import Rows, Study, show
 import mpicomp
 from mpicomp.mpi import LocalWorld
 from mpicomp.mpi.rounds import dense_ring_bytes
-from mpicomp.registry import register
 from mpicomp.torch import UpdateOptimizer
 from mpicomp.torch.muon import muon_and_adamw, settings_of_changes
 
@@ -66,12 +65,16 @@ ARMS = {
 """The arms to compare, by name."""
 
 
-@register
 class NanoGPT(TextGPT):
     """A GPT of nanoGPT's shape, on the bytes of the standard library's sources: 3.2 million parameters."""
 
     name = "nano-gpt"
     steps, batch_size, vocabulary, width, layers = 1000, 8, 256, 256, 4
+
+
+def kind_of(task: str) -> Any:
+    """Return the class of a task."""
+    return NanoGPT if task == NanoGPT.name else TASKS.cls(task)
 
 
 def inner_of(task: Task, model: torch.nn.Module, arm: Arm, rate: float, muon: Mapping[str, Any]) -> Any:
@@ -89,7 +92,7 @@ def train(
 ) -> dict[str, Any]:  # fmt: skip
     """Train a task with simulated ranks, all of them on torch's device; return the row."""
     arm, world, muon = ARMS[arm_name], LocalWorld(ranks), json.loads(changed)
-    kind: Any = TASKS.cls(task_name)
+    kind = kind_of(task_name)
     task: Task = type(kind.__name__, (kind,), {"batch_size": samples or kind.batch_size})(seed)
     settings: dict[str, Any] = {"warmup": 0, "seed": seed} | dict(arm.settings)
     of_changes = settings_of_changes(ranks, arm.compressor)
@@ -168,7 +171,7 @@ def table(made: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     best = {}
     for key, entries in means.items():
         most = max(entry["seeds"] for entry in entries)
-        sign = 1 if get_task(key[0]).better == "lower" else -1
+        sign = 1 if kind_of(key[0]).better == "lower" else -1
         best[key] = min((entry for entry in entries if entry["seeds"] == most), key=lambda e: sign * e["quality"])
     for (task, steps, arm), entry in best.items():
         base = best.get((task, steps, "gradients-muon" if arm.startswith("muon") else "gradients"))
@@ -182,7 +185,7 @@ def rows(_: Rows, arguments: Namespace) -> Iterator[tuple[Any, ...]]:
     for task, seed, arm, rate in itertools.product(
         arguments.task, arguments.seeds, arguments.arms, map(float, arguments.rates)
     ):
-        steps = arguments.steps or get_task(task).steps
+        steps = arguments.steps or kind_of(task).steps
         key = task, arm, rate, seed, steps, device, arguments.ranks, arguments.samples, arguments.muon
         yield key, train, *key
 
@@ -208,7 +211,7 @@ STUDY = Study(
         "--samples": (None, "S", "of a rank in a step (those of the task)"),
         "--muon": ("{}", "JSON", "settings of LocalMuon that are not its defaults, such as lr and outer"),
         "--device": ("cpu", "cpu|gpu", "where all ranks train; a row of the other kind has other bits"),
-        "--task": ("text-gpt", "T[,..]", ", ".join(list_tasks())),
+        "--task": ("text-gpt", "T[,..]", ", ".join([*list_tasks(), NanoGPT.name])),
         "--seeds": ("0", "K[,..]", "of trainings"),
         "--steps": (None, "S", "of a training (those of the task)"),
     },

@@ -144,10 +144,6 @@ class Candidates:
         total: NDArray[np.float64] = self._predicted[0] + self._predicted[1]
         return total
 
-    def hopeful_seconds(self) -> NDArray[np.float64]:
-        """Return the predicted seconds of each plan, less a standard deviation where it was never measured."""
-        return np.where(self._last_step < 0, np.exp(-self._predicted[2]), 1.0) * self.seconds()
-
     def choose(self, too_slow: float, among: NDArray[np.int64]) -> tuple[int, int]:
         """Return the plan of least predicted seconds, and the one that may be the fastest within its uncertainty."""
         return arithmetic.choose(self._predicted, too_slow, among)

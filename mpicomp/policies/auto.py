@@ -19,7 +19,7 @@ from mpicomp.mpi.transport import Transport
 from mpicomp.policies.convergence_penalty import ElementStatistics, ElementSurvey
 from mpicomp.policies.measured_policy import MeasuredPolicy
 from mpicomp.policies.plan_selector import SWITCH_MARGIN, Ladder, PlanSelector, collectives_for
-from mpicomp.policies.plan_tradeoff import HARMLESS_PENALTY, MIN_GAIN, PlanTradeoff
+from mpicomp.policies.plan_tradeoff import MIN_GAIN, PlanTradeoff
 from mpicomp.policies.policy import BucketOutcome, Plan, Shape, StepReport, UserSettings, feedback_of
 from mpicomp.policies.ratio_levels import at_ratio, check_adaptable, default_compressor, ladder, suggested_compressors
 from mpicomp.policies.surveys import Survey
@@ -330,10 +330,9 @@ class Auto(MeasuredPolicy):
             return
         buckets = range(len(self._shapes))
         total = sum(statistics.importance for statistics in signals.statistics)
-        penalties = [self._penalties(bucket, self._age) for bucket in buckets]
         tradeoff = PlanTradeoff(
-            penalties=penalties,
-            seconds=[self._seconds(bucket, of_bucket) for bucket, of_bucket in enumerate(penalties)],
+            penalties=[self._penalties(bucket, self._age) for bucket in buckets],
+            seconds=[self._selector.seconds(bucket) for bucket in buckets],
             weights=[statistics.importance / total for statistics in signals.statistics],
             ready=[0.0] * len(buckets) if self._search.ready is None else (self._overlap * self._search.ready).tolist(),
             compute_s=self.step_times.compute_s,
@@ -351,13 +350,6 @@ class Auto(MeasuredPolicy):
             f"convergence penalty {tradeoff.penalty(rows):.2g} of at most {tradeoff.limit:.2g}, "
             f"signal is {signal:.2g} of the energy"
         )
-
-    def _seconds(self, bucket: int, penalties: NDArray[np.float64]) -> NDArray[np.float64]:
-        # Plans that lose next to nothing are tried where they may be faster than dense: no seconds of a plan that has
-        # never run show how busy cores change them.
-        is_harmless = (penalties > 0) & (penalties <= HARMLESS_PENALTY)
-        hopeful, seconds = self._selector.hopeful_seconds(bucket), self._selector.seconds(bucket)
-        return np.where(is_harmless, hopeful, seconds)
 
     def _best_rows(self, tradeoff: PlanTradeoff, selecting: Sequence[NDArray[np.bool_]]) -> list[int]:
         buckets = range(len(self._shapes))

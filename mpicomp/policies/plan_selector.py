@@ -249,11 +249,6 @@ class PlanSelector:
         candidates = self.tables[bucket].candidates
         return self._nominal[bucket] if candidates is None else candidates.seconds()
 
-    def hopeful_seconds(self, bucket: int) -> NDArray[np.float64]:
-        """Return the same, less a standard deviation for rows that were never run."""
-        candidates = self.tables[bucket].candidates
-        return self._nominal[bucket] if candidates is None else candidates.hopeful_seconds()
-
     def plan(
         self, bucket: int, among: NDArray[np.int64], reason: str = "", compressor: Compressor | None = None
     ) -> Plan:
@@ -365,9 +360,6 @@ def collectives_for(compressor: Compressor, group: Group, complete: bool = False
     """
     is_flat = group.hosts in (1, group.size)  # hierarchical ones need several hosts, and several ranks on one
     names = [name for name in variants(compressor) if not (is_flat and "hierarchical" in name)]
-    is_summed = group.identical_sums and getattr(compressor, "wire", None) is None
-    if compressor.message == "dense" and not is_summed and "scatter-reduce" in names:
-        names.remove("allreduce")  # which runs the same rounds then
     delivering = [name for name in names if not bind(compressor, name).may_drop_selected] if complete else []
     return delivering or names
 

@@ -19,7 +19,7 @@ _PROGRESS_EXPONENT = 2.0
 _PENALTY_SLACK = 1.1  # factor by which plans that run may exceed the largest penalty
 MIN_GAIN = 0.1  # fraction by which plans have to be better than safer ones: penalties are not exact
 _MIN_HARMLESS_GAIN = 0.03  # the same for plans of which next to no penalty is predicted
-HARMLESS_PENALTY = 0.01  # share of steps that counts as next to none
+_HARMLESS_PENALTY = 0.01  # share of steps that counts as next to none
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class PlanTradeoff:
         pairs = zip(self.penalties, selecting, strict=True)
         whole = replace(self, penalties=[np.where(selects, np.inf, penalty) for penalty, selects in pairs])
         safe = dense
-        for limit in (self.limit, min(self.limit, HARMLESS_PENALTY)):
+        for limit in (self.limit, min(self.limit, _HARMLESS_PENALTY)):
             rows = replace(whole, limit=limit).best()
             if self.pays(rows, dense):
                 safe = rows
@@ -87,7 +87,7 @@ class PlanTradeoff:
 
     def pays(self, rows: Sequence[int], dense: Sequence[int]) -> bool:
         """Return whether rows gain enough over dense ones to be run."""
-        gain = MIN_GAIN if self.penalty(rows) > HARMLESS_PENALTY else _MIN_HARMLESS_GAIN
+        gain = MIN_GAIN if self.penalty(rows) > _HARMLESS_PENALTY else _MIN_HARMLESS_GAIN
         return self.cost(rows) <= (1 - gain) * self.cost(dense)
 
 

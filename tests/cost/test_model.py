@@ -142,13 +142,3 @@ def test_compilation_order_shares_kernels_among_a_hosts_ranks(layout, number):
             compiled |= taken - {None}
             rounds += 1
         assert rounds <= -(-number // len(ranks)) + 1
-
-
-def test_plans_that_were_never_run_may_be_faster_than_predicted():
-    _, candidates = known_model()
-    made = candidates(100_000)
-    [before], [hoped] = made.seconds(), made.hopeful_seconds()
-    assert 0.4 * before < hoped < 0.95 * before  # a standard deviation of what is not known yet
-    made.observe(0, 1e-4, before)
-    made.time_update()
-    assert made.hopeful_seconds() == made.seconds()

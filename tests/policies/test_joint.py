@@ -1,7 +1,6 @@
 """The joint choice: what it runs under simulated networks, and that nothing is lost on the way."""
 
 import re
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,10 +12,8 @@ from worlds import Ranks
 import mpicomp
 from mpicomp.cost import Network
 from mpicomp.errors import ConfigurationError, IncompatiblePairError
-from mpicomp.mpi.rounds import layout_groups
 from mpicomp.policies import get_policy
 from mpicomp.policies.auto import BUSY_OVERLAP, bucket_length
-from mpicomp.policies.plan_selector import collectives_for
 
 SLOW, FAST, NO_TIME = Link(1e-5, 2e6), Link(1e-5, 10e9), Link(1e-9, 1e15)
 
@@ -237,10 +234,3 @@ def test_buckets_are_fewer_where_ranks_share_cores():
         lengths = [bucket_length(network, 4, 12_400_000, overlap) for overlap in (1.0, BUSY_OVERLAP)]
         made.append([round(12_400_000 / length) for length in lengths])
     assert made == [[2, 1], [11, 7]]
-
-
-def test_16_bits_are_tried_once_for_each_exchange():
-    group = layout_groups(range(4), 0)[0]
-    assert collectives_for(mpicomp.Dense(wire="bf16"), group) == ["scatter-reduce", "parameter-server"]
-    assert collectives_for(mpicomp.Dense(), group)[:2] == ["allreduce", "scatter-reduce"]
-    assert "allreduce" not in collectives_for(mpicomp.Dense(), replace(group, identical_sums=False))
