@@ -68,9 +68,10 @@ class StartedRound(Pending):
 
     def test(self) -> bool:
         try:
-            for other in self.channel.under_way:  # the others have to advance
-                if other is not self:
-                    other._advance(other._some)
+            if len(self.channel.under_way) > 1:  # the others have to advance
+                for other in self.channel.under_way:
+                    if other is not self:
+                        other._advance(other._some)
             return self._advance(self._some)
         except MPI.Exception as error:
             raise failure_of(error) from None
@@ -79,13 +80,13 @@ class StartedRound(Pending):
         """Wait until it is done: asleep (see `Backoff`), or inside MPI, which is faster and keeps the core busy."""
         if sleeps:
             near, far = Backoff(on_wait=on_wait), Backoff(_EAGER, on_wait, _LONGEST_S)
-            before = None
+            rests, before = near, -1
             while not self.test():
-                left = sum(started.left for started in self.channel.under_way)
-                rests = far if left > _RECEIVES + _SENDS else near
-                if left != before:
+                if self.channel.completed != before:
+                    before = self.channel.completed
+                    left = sum(started.left for started in self.channel.under_way)
+                    rests = far if left > _RECEIVES + _SENDS else near
                     rests.reset()  # the next message begins with a handshake, which must not be slept through
-                    before = left
                 rests.rest()
             return
         try:
@@ -115,10 +116,13 @@ class StartedRound(Pending):
     def _advance(self, some: _Some) -> bool:
         if self._ahead is not None:
             self._post()
-        done = sorted(some(self._requests) or (), reverse=True) if self._requests else []
-        if done:
+        if self._requests:
+            done = some(self._requests)
+            if not done:
+                return False
+            self.channel.completed += len(done)
             arrived = []
-            for place in done:
+            for place in sorted(done, reverse=True):
                 del self._requests[place]
                 part = self._parts.pop(place)
                 if part is not None:
@@ -139,6 +143,7 @@ class Channel:
         self.key = key
         self.members = members
         self.begun = 0
+        self.completed = 0  # calls and messages
         self._limit = limit
         self.under_way: dict[StartedRound, None] = {}  # their arrays are MPI's, even if callers have dropped them
 
