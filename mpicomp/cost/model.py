@@ -16,12 +16,13 @@ from mpicomp.cost.network_model import Network, sample_views
 from mpicomp.cost.plans import Candidates, Correction
 from mpicomp.errors import ConfigurationError
 from mpicomp.job import whole_file
-from mpicomp.mpi.rounds import Group
+from mpicomp.mpi.rounds import HOST, Group, Round
 
 SCHEMA = 3
 
 _DEVICE_SUFFIX = " on cuda"  # of names of a device's kernels; rounds are the same there
 _LENGTHS_PER_OCTAVE = 4  # each of which stands for all within a tenth of it
+_LARGE_SUM_BYTES = 1 << 20  # longer sums take several messages
 _LATE_STEP = 1 << 30  # a step in the long run: first steps may have other rounds
 
 _Corrections = dict[str, dict[int, Correction]]
@@ -80,7 +81,10 @@ class CostModel:
             ],
             [_correction(self.speed_corrections, key, numel, plans.SPEED_SD) for key in compressors],
             [_correction(self.kernel_corrections, key, numel, plans.KERNELS_SD) for key in keys],
-            [_correction(self.round_corrections, key, numel, rounds_sd) for key in plan_keys],
+            [
+                _correction(self.round_corrections, key, numel, rounds_sd, _rounds_prior(of_plan[0], views[0]))
+                for key, of_plan in zip(plan_keys, rounds, strict=True)
+            ],
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -148,11 +152,20 @@ def _config(scheme: Scheme[Any], ladder: bool) -> str:
     return json.dumps(config, sort_keys=True)
 
 
-def _correction(known: _Corrections, key: str, numel: int, sd: float) -> Correction:
+def _rounds_prior(rounds: Sequence[Round], group: Group) -> float:
+    """Return the logarithm of a plan's seconds in rounds over the network's prediction that is assumed at first."""
+    if group.hosts == 1:
+        return 0.0
+    sums = [task for task in rounds if task.operation == "allreduce" and task.group != HOST]
+    is_large = any(sum(task.counts) * task.dtype.itemsize > _LARGE_SUM_BYTES for task in sums)
+    return plans.LIBRARY_SUM_ERROR if is_large else 0.0
+
+
+def _correction(known: _Corrections, key: str, numel: int, sd: float, prior: float = 0.0) -> Correction:
     lengths, length = known.setdefault(key, {}), _round_length(numel)
     if length not in lengths:  # it begins with the mean error at other lengths
         errors = [correction.error for correction in lengths.values() if correction.runs]
-        lengths[length] = Correction(sum(errors) / len(errors) if errors else 0.0, sd**2)
+        lengths[length] = Correction(sum(errors) / len(errors) if errors else prior, sd**2)
     return lengths[length]
 
 
