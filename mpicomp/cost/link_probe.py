@@ -62,8 +62,17 @@ def _probe_group(network: Network, transport: Transport, name: str) -> Rounds[No
     latency, first_s = yield from _time_ring(transport, busy, 2 * _REPEATS)
     repeats = _REPEATS if latency < _SLOW_S else _FEW_REPEATS
     nbytes = int(np.clip(_FIRST_BYTES * _LARGE_S / max(first_s, 1e-6), *_LARGE_BYTES))
-    large_s = yield from _measure(transport, busy, [_task("sendrecv", busy, nbytes)] * repeats)
-    seconds_per_byte = _seconds_per_byte(float(large_s.min()), latency, nbytes)
+    others = [operation for operation in OPERATIONS if operation != "sendrecv"]
+    tasks = []
+    for operation in others:
+        for size in (_MEDIUM_BYTES, nbytes):
+            tasks += [_task(operation, busy, size)] * (repeats + 1)  # the first opens connections and allocates
+    # The link at last, and more often: TCP sends little at once on connections that have carried little, and a link
+    # that seems slow makes every collective of its own look slow, so that none of them is tried.
+    of_links = [_task("sendrecv", busy, nbytes)] * (2 * repeats)
+    measured = yield from _measure(transport, busy, tasks + of_links)
+    seconds = measured[: len(tasks)].reshape(len(others), 2, repeats + 1)[:, :, 1:].min(axis=2)
+    seconds_per_byte = _seconds_per_byte(float(measured[len(tasks) :].min()), latency, nbytes)
     model = _model_group(name, largest, transport.group)
     if name == ACROSS:  # the link is the world's, and several ranks of a host have shared it here
         ring = terms(_task("sendrecv", model, nbytes), model)
@@ -74,14 +83,6 @@ def _probe_group(network: Network, transport: Transport, name: str) -> Rounds[No
     else:
         network.set_link(name, latency, seconds_per_byte, _SD)
         network.set_factors(name, "sendrecv", 1.0, 1.0, _SD)
-
-    tasks = []
-    others = [operation for operation in OPERATIONS if operation != "sendrecv"]
-    for operation in others:
-        for size in (_MEDIUM_BYTES, nbytes):
-            tasks += [_task(operation, busy, size)] * (repeats + 1)  # the first opens connections and allocates
-    measured = yield from _measure(transport, busy, tasks)
-    seconds = measured.reshape(len(others), 2, repeats + 1)[:, :, 1:].min(axis=2)
     for operation, (short_s, long_s) in zip(others, seconds, strict=True):
         few = terms(_task(operation, model, _MEDIUM_BYTES), model)
         many = terms(_task(operation, model, nbytes), model)
