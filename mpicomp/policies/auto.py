@@ -31,7 +31,7 @@ _MAX_RATIO = 0.25  # above it four bits of all elements are fewer
 _RATIO_STEP = 2 ** (1 / 2)  # from one ratio to the next: the best one of them is within 5 % of the best of all
 _MIN_SEARCH_INTERVAL = 10  # steps between two surveys and the searches that follow, at first
 _SEARCH_INTERVAL_FRACTION = 0.1  # of the steps so far, later: statistics change as slowly as training does
-_SURVEYS_AFTER_FALL = 30  # of the signal, in as many steps, until plans follow it
+_STEPS_AFTER_FALL = 20  # of the signal, without surveys, until it is learned again
 _INTERVAL_GROWTH = 2  # factor of the interval after a search that has changed nothing, up to all steps so far
 _LR_CHANGE_FACTOR = 2.0  # of the learning rate since the last survey, up or down, from which on another one is due
 _READY_SMOOTHING = 0.1  # weight of a step in the moving average of when buckets are ready
@@ -158,9 +158,11 @@ class Auto(MeasuredPolicy):
         self._schedule, self._search.seconds = _Schedule(), math.nan
 
     def survey(self, bucket: int) -> Survey | None:
+        return self._signals.surveys[bucket] if self._surveys_now() else None
+
+    def _surveys_now(self) -> bool:
         # Until statistics are known, and then in two steps in a row now and then
-        is_due = self._chooses and (self._schedule.step >= self._schedule.next_survey or not self._signals.known)
-        return self._signals.surveys[bucket] if is_due else None
+        return self._chooses and self._schedule.step >= self._schedule.next_survey
 
     def bucket_limit(self, nbytes: int, transport: Transport) -> Rounds[int | None]:
         cost = yield from self._selector.share_cost(transport)
@@ -189,10 +191,7 @@ class Auto(MeasuredPolicy):
         self._allow_dense()
 
     def repeats(self) -> bool:
-        is_due = self._search.due or (
-            self._chooses and (self._schedule.step >= self._schedule.next_survey or not self._signals.known)
-        )
-        return not is_due and self._selector.repeats()
+        return not (self._search.due or self._surveys_now()) and self._selector.repeats()
 
     def refresh(self, transport: Transport) -> Rounds[None] | tuple[()]:
         # Search for better plans after surveys, and at once after a change of the network
@@ -257,8 +256,8 @@ class Auto(MeasuredPolicy):
         if jump:
             self._signals.before_jump[bucket] = self._last_step
             self._signals.surveys[bucket], self._signals.statistics[bucket] = self._new_survey(self._shapes[bucket])
-            if jump < 0:  # it often rises again, and plans that would suit little signal cost more than they save
-                self._signals.statistics[bucket].needed = _SURVEYS_AFTER_FALL
+            # After a fall it often rises again, and plans that would suit little signal cost more than they save.
+            self._schedule.next_survey = self._schedule.step + (_STEPS_AFTER_FALL if jump < 0 else 0)
         else:
             self._signals.statistics[bucket].observe(surveys)
 

@@ -176,7 +176,6 @@ class ElementStatistics:
     numel: int  # of the bucket
     quantisers: int = 0  # number of quantizers that surveys measure
     normalises: bool = True  # whether the optimizer divides by the root of a mean square, as Adam does
-    needed: int = _MIN_SURVEYS  # surveys until enough is known
     surveys: int = 0  # so far
 
     def __post_init__(self) -> None:
@@ -186,7 +185,7 @@ class ElementStatistics:
     @property
     def known(self) -> bool:
         """Whether there were enough surveys; none is needed without elements."""
-        return self.surveys >= self.needed or self.numel == 0
+        return self.surveys >= _MIN_SURVEYS or self.numel == 0
 
     @property
     def is_zero(self) -> bool:
