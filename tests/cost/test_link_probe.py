@@ -1,6 +1,7 @@
 """What probing finds out about networks whose messages are followed one by one."""
 
 from functools import cache
+from itertools import count
 
 import numpy as np
 import pytest
@@ -130,3 +131,15 @@ def test_changed_link_is_measured_again():
     networks = [Network.from_json(network.to_json()) for _ in world.transports]
     world.run([probe_link(network, end) for network, end in zip(networks, world.transports, strict=True)])
     assert networks[0].seconds_per_byte == pytest.approx(8 / 100e6, rel=0.02)
+
+
+def test_connections_that_are_new_do_not_make_the_link_slow():
+    """The first dozen long messages take twice as long, as TCP's do before its windows have grown."""
+    link, long = Link(1e-3, 200e6), count()
+
+    def growing(task, group):
+        is_new = sum(task.counts) * task.dtype.itemsize > 1 << 14 and next(long) < 12
+        return link(task, group) * (1 + is_new)
+
+    _, network = probed(4, growing)
+    assert network.seconds_per_byte == pytest.approx(8 / 200e6, rel=0.02)

@@ -14,6 +14,7 @@ from mpicomp.cost import CostModel, Network, measure_kernels
 from mpicomp.cost.calibrate import compilation_order
 from mpicomp.cost.kernel_costs import KernelCost, measure_kernel
 from mpicomp.cost.model import scheme_key
+from mpicomp.cost.network_model import sample_views
 from mpicomp.mpi import LocalWorld
 from mpicomp.mpi.rounds import layout_groups
 
@@ -142,3 +143,20 @@ def test_compilation_order_shares_kernels_among_a_hosts_ranks(layout, number):
             compiled |= taken - {None}
             rounds += 1
         assert rounds <= -(-number // len(ranks)) + 1
+
+
+@pytest.mark.parametrize(("hosts", "numel", "slower"), [(4, 2_000_000, 1.28), (4, 1000, 1.0), (1, 2_000_000, 1.0)])
+def test_long_sums_of_a_library_are_slow_beside_computation_until_they_have_run(hosts, numel, slower):
+    group, _ = layout_groups(range(4) if hosts > 1 else [0] * 4, 0)
+    model, scheme = CostModel(Network(hosts)), bind(mpicomp.Dense(), "allreduce")
+    model.kernels[scheme_key(scheme)] = KernelCost(1e-6, 0, 0)
+    candidates = model.candidates([scheme], numel, np.dtype(np.float32), group)
+    views = sample_views(group)
+    alone = model.network.seconds(
+        model.network.coefficients([scheme.rounds(numel, np.dtype(np.float32), view) for view in views], views)
+    )
+    assert candidates.prediction(0).rounds_s == pytest.approx(slower * alone, rel=0.01)
+    for _ in range(20):
+        candidates.observe(0, 1e-6, alone + 1e-6)
+        candidates.time_update()
+    assert candidates.prediction(0).rounds_s == pytest.approx(alone, rel=0.05)
