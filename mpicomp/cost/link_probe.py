@@ -67,8 +67,8 @@ def _probe_group(network: Network, transport: Transport, name: str) -> Rounds[No
     for operation in others:
         for size in (_MEDIUM_BYTES, nbytes):
             tasks += [_task(operation, busy, size)] * (repeats + 1)  # the first opens connections and allocates
-    # The link at last, and more often: TCP sends little at once on connections that have carried little, and a link
-    # that seems slow makes every collective of its own look slow, so that none of them is tried.
+    # The link comes last, and more often: TCP sends little at once on connections that have carried little. A link that
+    # seems slow makes rings look slow, too, and a plan that looks slow is not tried.
     of_links = [_task("sendrecv", busy, nbytes)] * (2 * repeats)
     measured = yield from _measure(transport, busy, tasks + of_links)
     seconds = measured[: len(tasks)].reshape(len(others), 2, repeats + 1)[:, :, 1:].min(axis=2)

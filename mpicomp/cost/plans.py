@@ -19,8 +19,8 @@ _SPEED_MAX_VARIANCE = 0.1**2  # of a speed, by drift
 KERNELS_SD = 0.25  # standard deviation of the logarithm of a scheme's kernel seconds, corrected by its speed
 ROUNDS_SD = 0.2  # standard deviation of the logarithm of a plan's seconds in rounds over the network's prediction
 HOST_ROUNDS_SD = 0.6  # the same inside one host, where caches decide, which no link's bandwidth shows
-# The same logarithm before a library's sum of a large array between hosts has run: beside computation it took 1.2 to
-# 1.6 times what it takes alone, since its messages advance only while somebody asks for it.
+# The same logarithm before a library's sum of a large array between hosts has run: next to computation it took 1.2 to
+# 1.6 times as long as alone, since its messages advance only while the rank tests for it.
 LIBRARY_SUM_ERROR = 0.25
 _AGEING_VARIANCE = 0.3**2 / 5000  # that a step without the plan adds: a deviation of 0.3 after 5000 steps
 _MAX_SD = 0.7  # largest standard deviation by ageing
