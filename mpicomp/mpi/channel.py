@@ -68,10 +68,9 @@ class StartedRound(Pending):
 
     def test(self) -> bool:
         try:
-            if len(self.channel.under_way) > 1:  # the others have to advance
-                for other in self.channel.under_way:
-                    if other is not self:
-                        other._advance(other._some)
+            for other in self.channel.under_way:  # the others have to advance
+                if other is not self:
+                    other._advance(other._some)
             return self._advance(self._some)
         except MPI.Exception as error:
             raise failure_of(error) from None

@@ -205,7 +205,8 @@ class Auto(MeasuredPolicy):
         self._search.due = False
         before = self._search.allowed
         self._search_plans()
-        if changed or not all(map(np.array_equal, before, self._search.allowed)):
+        is_new = changed or not all(map(np.array_equal, before, self._search.allowed))
+        if is_new and self._signals.known:  # else surveys are under way, or wait after a fall
             scheduled = self._schedule.next_survey if self._schedule.next_survey > self._schedule.step else math.inf
             self._schedule_next_search(0)
             self._schedule.next_survey = min(self._schedule.next_survey, scheduled)

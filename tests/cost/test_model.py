@@ -146,7 +146,7 @@ def test_compilation_order_shares_kernels_among_a_hosts_ranks(layout, number):
 
 
 @pytest.mark.parametrize(("hosts", "numel", "slower"), [(4, 2_000_000, 1.28), (4, 1000, 1.0), (1, 2_000_000, 1.0)])
-def test_long_sums_of_a_library_are_slow_beside_computation_until_they_have_run(hosts, numel, slower):
+def test_long_sums_of_a_library_are_taken_to_be_slow_until_they_have_run(hosts, numel, slower):
     group, _ = layout_groups(range(4) if hosts > 1 else [0] * 4, 0)
     model, scheme = CostModel(Network(hosts)), bind(mpicomp.Dense(), "allreduce")
     model.kernels[scheme_key(scheme)] = KernelCost(1e-6, 0, 0)

@@ -105,6 +105,8 @@ def test_plans_stay_while_the_signal_is_measured_anew():
     steps = training.run(8)
     assert surveys() < 10  # so many are needed
     assert "dense" not in {bucket.compressor["id"] for buckets in steps for bucket in buckets}
+    training.run(8)
+    assert surveys() >= 10  # the new network has not put them off
 
 
 def test_surveys_become_rare_until_the_learning_rate_jumps():
