@@ -2,7 +2,7 @@
 
 A fixed plan learns the same on every network: it trains once a seed, on one host, and some of its steps are timed in a
 lab of each network. A policy whose plans change trains in each lab. PyTorch's DDP learns like dense exchange and
-is timed alone. With ``--readme`` the numbers are written between the marks of a page.
+is timed alone. With ``--pages`` the numbers are written between the marks of pages.
 """
 
 import itertools
@@ -84,6 +84,9 @@ _README = {
     "DDP, fp16 hook": "ddp-fp16", "dense, 32 bits": _DENSE, "dense, 16 bits": "dense-bf16", "top-k at 1 %": "static",
     "`auto`": "auto", "LocalMuon": _MUON,
 }  # fmt: skip
+
+_DRAWN = {name: _README[name] for name in ("DDP, fp16 hook", "top-k at 1 %", "`auto`", "LocalMuon")}
+_TICKS = (0.05, 0.1, 0.2, 0.5, 1, 2, 5)  # ratios
 
 
 @dataclass(frozen=True)
@@ -305,29 +308,27 @@ def rows(_: Rows, arguments: Namespace) -> Iterator[tuple[Any, ...]]:
                 yield (*key, "timed"), train, task, network, arm, seed, timed, hosts
 
 
-def readme_parts(rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """Return the README's part for each mark, from rows."""
-    lines = [line for line in table(rows) if line["task"] == "text-gpt"]
-    networks = list(dict.fromkeys(line["network"] for line in lines))
-    cells = {(line["arm"], line["network"]): line for line in lines}
-    heads = [_words(network) for network in networks]
-    found = [f"| exchange | {' | '.join(heads)} | MB a step | loss |", "|---" * (len(networks) + 3) + "|"]
-    for name, arm in _README.items():
-        there = [cells[arm, network] for network in networks if (arm, network) in cells]
-        if len(there) < len(networks):
-            continue
-        sent, losses = ([line[key] for line in there] for key in ("step_MB", "quality"))
-        ends = f"{_range(sent, '.2g')} | {_range(losses, '.3f')}"
-        found.append(f"| {name} | {' | '.join(map(_cell, there))} | {ends} |")
-    parts = {}
-    if lines:
-        origin, seeds = rows[-1], max(line["seeds"] for line in lines)
-        spread = f", and its least and most over {seeds} seeds" if seeds > 1 else ""
+def parts_of_pages(rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """Return the part of a page for each mark, from rows: a table for each task, and the tour's bars."""
+    lines, parts = table(rows), {}
+    for task in dict.fromkeys(line["task"] for line in lines):
+        cells = {(line["arm"], line["network"]): line for line in lines if line["task"] == task}
+        networks = list(dict.fromkeys(network for _, network in cells))
+        heads = [*map(_words, networks), "MB a step", "loss" if GOALS[task].lower else "accuracy"]
+        found = [f"| exchange | {' | '.join(heads)} |", "|---" * (len(heads) + 1) + "|"]
+        for name, arm in _README.items():
+            there = [cells[arm, network] for network in networks if (arm, network) in cells]
+            if len(there) == len(networks):
+                sent, qualities = ([line[key] for line in there] for key in ("step_MB", "quality"))
+                ends = f"{_range(sent, '.2g')} | {_range(qualities, '.3f')}"
+                found.append(f"| {name} | {' | '.join(map(_cell, there))} | {ends} |")
+        origin, seeds = rows[-1], max(line["seeds"] for line in cells.values())
+        spread = f", and its least and most over {seeds} seeds" if seeds > 1 else ", one seed"
         caption = (
             f"Seconds, and in brackets their ratio to the faster dense one{spread}; commit `{origin['commit']}`, "
             f"{origin['cores']} cores that copy memory at {origin['copy_gb_s']} GB/s."
         )
-        parts["time to quality"] = "\n".join([*found, "", *textwrap.wrap(caption, 120)])
+        parts[task] = "\n".join([*found, "", *textwrap.wrap(caption, 120)])
     for row in rows:
         if row["task"] == _TOUR:
             parts[_TOUR] = "\n".join(["```text", *row["printed"], "```"])
@@ -348,7 +349,33 @@ def _cell(line: Mapping[str, Any]) -> str:
     if line["time_s"] is None:
         return f"reached by {line['reached']} of {line['seeds']}"
     spread = f", {line['least']:.2f} to {line['most']:.2f}" if line["seeds"] > 1 else ""
-    return f"{line['time_s']:.0f} ({line['of_dense']:.2f}{spread})"
+    digits = ".0f" if line["time_s"] >= 10 else ".2f"
+    return f"{line['time_s']:{digits}} ({line['of_dense']:.2f}{spread})"
+
+
+def draw(lines: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Draw the ratio of time to that of dense exchange on each network, a panel for each task."""
+    import matplotlib as mpl  # a table needs none
+    from matplotlib.figure import Figure
+    from mpicomp.bench.report.plots import STYLE
+
+    tasks = list(dict.fromkeys(line["task"] for line in lines))
+    with mpl.rc_context(STYLE):
+        figure = Figure(figsize=(9.0, 3.4), layout="constrained")
+        for axes, task in zip(figure.subplots(1, len(tasks), sharey=True, squeeze=False)[0], tasks, strict=True):
+            of_task = [line for line in lines if line["task"] == task]
+            networks = list(dict.fromkeys(line["network"] for line in of_task))
+            for name, arm in _DRAWN.items():
+                ratios = {line["network"]: line["of_dense"] for line in of_task if line["arm"] == arm}
+                axes.plot([ratios.get(network) or math.nan for network in networks], "o-", label=name.strip("`"))
+            axes.axhline(1.0, color="black", linewidth=1)
+            axes.set(title=task, yscale="log")
+            axes.set_xticks(range(len(networks)), [_words(network).replace(" ", "\n", 1) for network in networks])
+            axes.set_yticks(_TICKS, [f"{tick:g}" for tick in _TICKS])
+            axes.minorticks_off()
+        figure.axes[0].set_ylabel("time to quality, of dense")
+        figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(_DRAWN))
+        figure.savefig(path, metadata={"Date": None})
 
 
 def filled(page: str, parts: Mapping[str, str]) -> str:
@@ -371,9 +398,10 @@ def tables(measured: Rows, arguments: Namespace) -> None:
         "summed_s: of policies with their measured steps; target: dense less 0.015 (digits), times 1.01 (text)",
         "of_dense: over the faster of dense and dense-bf16, with the least and the most of a seed",
     ], _COLUMNS)  # fmt: skip
-    if arguments.readme:
-        page = Path(arguments.readme)
-        page.write_text(filled(page.read_text(), readme_parts(measured.made)))
+    for page in map(Path, arguments.pages):
+        page.write_text(filled(page.read_text(), parts_of_pages(measured.made)))
+    if arguments.picture:
+        draw(table(made), Path(arguments.picture))
 
 
 STUDY = Study(
@@ -394,7 +422,8 @@ STUDY = Study(
         "--seeds": ("0,1,2", "K[,..]", "of trainings"),
         "--steps": (None, "S", "of a training (those of the task; text-gpt: 120)"),
         "--timed": (24, "S", "steps that are timed in a lab"),
-        "--readme": ("", "F.md", "write the numbers of README.md between its marks"),
+        "--pages": ("", "F.md[,..]", "write the numbers between the marks of pages"),
+        "--picture": ("", "F.svg", "draw the ratios to dense (needs matplotlib)"),
     },
     {"hosts": 2, "steps": 1, "timed": 8},
     {"tasks": lambda _: [*GOALS, _TOUR], "arms": lambda _: [*PLANS, *POLICIES, *PEERS]},

@@ -37,24 +37,20 @@ from mpicomp.compressors.wire import (
 )
 from mpicomp.errors import MessageError
 from mpicomp.gpu import to_python
-from mpicomp.mpi.rounds import WHOLE_BYTES, Group, Round, Rounds, parts_of
+from mpicomp.mpi.rounds import FLAGS, MIN_SHARED, Group, Round, Rounds, parts_of
 from mpicomp.registry import register
 from mpicomp.workspace import Workspace
 
 _BYTE = np.dtype(np.uint8)
 _SERVER = 0  # rank
-# Sums in pairs of ranks, measured on two cores: shorter arrays gain nothing, and more ranks need more rounds.
-_MIN_PAIRED = 1 << 16  # elements, for each other rank
-_MAX_PAIRING = 8  # ranks
-_SEGMENT = 1 << 18  # elements of a part, at most, that arrive from each rank before they are summed
 
 
 @register
 class Allreduce(Scheme[Dense]):
     """Allreduce of the whole array, with two flags and two energies behind it that are summed along.
 
-    A few ranks of one host, each with a core of its own, sum large arrays themselves, each its own part, and exchange
-    parts in pairs: nothing copies a gradient that lies in one piece, nor does another sweep divide the sum.
+    A few ranks of one host sum long arrays in memory that they share, each its own part: no sweep copies a gradient
+    that lies in one piece to a bucket first, nor does another one divide the sum.
 
     16-bit wires never go through a library's sum (there is no bfloat16 in it, and it would round at every hop),
     and a library whose sums differ between ranks cannot give the mean: both take `ScatterReduce` instead.
@@ -62,29 +58,28 @@ class Allreduce(Scheme[Dense]):
 
     id: ClassVar[str] = "allreduce"
     precedence: ClassVar[int] = 1
-    paper: ClassVar[str] = "none: MPI_Allreduce; large arrays on one host as in `scatter-reduce`"
+    paper: ClassVar[str] = "none: MPI_Allreduce; long arrays on one host in shared memory, in rank order"
     messages: ClassVar[str] = "dense"
     overwrites: ClassVar[bool] = True
 
     def rounds(self, numel: int, dtype: np.dtype[Any], group: Group, step: int = 0) -> list[Round]:
-        if self._sums_in_pairs(numel, group):
-            return PairwiseSum(numel, dtype, group).rounds
+        if self._shares_memory(numel, group):
+            return [HostSum(numel, dtype, group).round]
         if not self._summable(group):
             return ScatterReduce(self.compressor).rounds(numel, dtype, group, step)
         return [Round("allreduce", (numel + TRAILER,), dtype)]
 
     def memory(self, numel: int, dtype: np.dtype[Any], group: Group) -> Memory:
-        if self._sums_in_pairs(numel, group):
-            return Memory(PairwiseSum(numel, dtype, group).capacity * dtype.itemsize, 0)
-        return Memory(0, 0) if self._summable(group) else ScatterReduce(self.compressor).memory(numel, dtype, group)
+        summed = self._summable(group) or self._shares_memory(numel, group)
+        return Memory(0, 0) if summed else ScatterReduce(self.compressor).memory(numel, dtype, group)
 
     def exchange(self, accumulated: Accumulated, context: Context) -> Exchange:
         group, workspace = context.group, context.workspace
-        if self._sums_in_pairs(accumulated.numel, group):
-            pairs = workspace.prepared.get(self)
-            if pairs is None or pairs.shape != (accumulated.numel, accumulated.dtype, group):
-                pairs = workspace.prepared[self] = PairwiseSum(accumulated.numel, accumulated.dtype, group)
-            return (yield from pairs.exchange(accumulated, workspace))
+        if self._shares_memory(accumulated.numel, group) and isinstance(accumulated.memory, np.ndarray):
+            host_sum = workspace.prepared.get((self, HostSum))
+            if host_sum is None or host_sum.shape != (accumulated.numel, accumulated.dtype, group):
+                host_sum = workspace.prepared[self, HostSum] = HostSum(accumulated.numel, accumulated.dtype, group)
+            return (yield from host_sum.exchange(accumulated, workspace))
         if not self._summable(group):
             return (yield from ScatterReduce(self.compressor).exchange(accumulated, context))
         is_divided = accumulated.divide(group.size)
@@ -103,112 +98,43 @@ class Allreduce(Scheme[Dense]):
     def _summable(self, group: Group) -> bool:
         return self.compressor.wire is None and group.identical_sums
 
-    def _sums_in_pairs(self, numel: int, group: Group) -> bool:
-        if self.compressor.wire is not None or group.hosts > 1 or not 1 < group.size <= _MAX_PAIRING:
-            return False
-        if not group.own_cores:  # each round would wait for a core
-            return False
-        return numel >= _MIN_PAIRED * (group.size - 1)
+    def _shares_memory(self, numel: int, group: Group) -> bool:
+        return self.compressor.wire is None and group.shares_memory and numel >= MIN_SHARED
 
 
-class PairwiseSum:
-    """The mean of an array of which each of a few ranks sums a part, from the memory where gradients lie.
+class HostSum:
+    """The mean of an array that ranks of a host sum in the memory that they share, with flags and energies.
 
-    Parts are summed in the order of ranks, segment by segment as they arrive, and the last addition divides. Then a
-    round has the flags and energies of all ranks, and the means of parts are exchanged.
+    The sum reads the memory where the gradient lies, and writes the mean.
     """
 
     def __init__(self, numel: int, dtype: np.dtype[Any], group: Group) -> None:
         self.shape = numel, dtype, group
-        self.spans = slices_of(parts_of(numel, group.size))
-        self._segment = min(_SEGMENT, -(-self.spans[0].stop // (group.size - 1)))  # less arrives than a part
-        parts = [self._segments(span) for span in self.spans]
-        self.segments = parts[group.rank]
-        """Segments of this rank's part."""
-        self.capacity = max(segment.stop - segment.start for segment in self.segments) * (group.size - 1)
-        """Elements that arrive for a segment."""
-        self._scatter: list[list[tuple[slice, Round]]] = []  # by segment, the part sent to each rank, and its round
-        self._gather: list[tuple[slice, Round]] = []  # the part received, and its round
-        rank, size = group.rank, group.size
-        whole = self.spans[0].stop * dtype.itemsize <= WHOLE_BYTES
-        for place, segment in enumerate(self.segments):
-            of_segment = []
-            for shift in range(1, size):
-                to, source = (rank + shift) % size, (rank - shift) % size
-                sent = parts[to][place]
-                counts = sent.stop - sent.start, segment.stop - segment.start
-                of_segment.append((sent, Round("sendrecv", counts, dtype, peers=(to, source), whole=whole)))
-            self._scatter.append(of_segment)
-        for shift in range(1, size):
-            to, source = (rank + shift) % size, (rank - shift) % size
-            counts = tuple(self.spans[one].stop - self.spans[one].start for one in (rank, source))
-            task = Round("sendrecv", counts, dtype, peers=(to, source), whole=whole)
-            self._gather.append((self.spans[source], task))
-        flags = np.zeros(TRAILER), np.empty(TRAILER)
-        self._flags = Round("allreduce", (TRAILER,), np.dtype(np.float64), send=flags[0], recv=flags[1])
+        self.round = Round("allreduce", (numel,), dtype, factor=1 / group.size, flags=np.empty(FLAGS))
+        """The only round, without arrays between steps."""
         self._memory: NDArray[np.floating] | None = None  # of the last mean
-        self._means: list[NDArray[np.floating]] = []  # the last mean, and of each segment
-
-    def _segments(self, span: slice) -> list[slice]:
-        # As many of each part, which may differ by an element
-        starts = range(span.start, span.start + self.spans[0].stop, self._segment)
-        return [slice(min(start, span.stop), min(start + self._segment, span.stop)) for start in starts]
-
-    @property
-    def rounds(self) -> list[Round]:
-        """The shapes of the rounds."""
-        scatter = [task for of_segment in self._scatter for _, task in of_segment]
-        return [*scatter, self._flags, *(task for _, task in self._gather)]
+        self._mean: NDArray[np.floating] | None = None
 
     def exchange(self, accumulated: Accumulated, workspace: Workspace) -> Exchange:
         """Average over the ranks; see `Scheme.exchange`."""
-        energy, gradient, finite = math.nan, accumulated.lent(), True
+        energy, gradient = math.nan, accumulated.lent()
         if gradient is None:
             gradient = accumulated.array()
             energy = accumulated.energy
         memory = accumulated.memory_of_mean(workspace)
         if memory is not self._memory:
-            self._prepare(memory, accumulated)
-        mean, *means = self._means
-        for segment, out, of_segment in zip(self.segments, means, self._scatter, strict=True):
-            finite &= yield from self._sum_segment(segment, of_segment, gradient, out, accumulated, workspace)
-        flags = self._flags.send
-        assert flags is not None
-        flags[:] = not finite, accumulated.stale, energy, accumulated.lost
-        nonfinite, stale, energy, lost = (yield self._flags).tolist()
-        for _, task in self._gather:
-            yield task
+            self._mean = accumulated.whole if memory is accumulated.memory else memory[: accumulated.numel]
+            self._memory = memory
+        task, mean = self.round, self._mean
+        assert task.flags is not None
+        assert mean is not None
+        task.send, task.recv = gradient, mean
+        task.flags[:] = accumulated.stale, energy, accumulated.lost
+        yield task
+        task.send = task.calls_made = None  # else the record of the step would keep the gradient
+        stale, energy, lost = task.flags.tolist()
         gain = 1.0 if lost == 0 else gain_of(lost, energy)
-        return Result(mean, accumulated.whole, energy, gain, float(accumulated.numel), nonfinite > 0, stale > 0)
-
-    def _prepare(self, memory: NDArray[np.floating], accumulated: Accumulated) -> None:
-        mean = accumulated.whole if memory is accumulated.memory else memory[: accumulated.numel]
-        self._memory, self._means = memory, [mean, *(mean[segment] for segment in self.segments)]
-        part = mean[self.spans[self.shape[2].rank]]
-        for place, task in self._gather:
-            task.send, task.recv = part, mean[place]
-
-    def _sum_segment(
-        self, segment: slice, rounds: Sequence[tuple[slice, Round]], gradient: NDArray[np.floating],
-        mean: NDArray[np.floating], accumulated: Accumulated, workspace: Workspace,
-    ) -> Rounds[bool]:  # fmt: skip
-        group, length = self.shape[2], segment.stop - segment.start
-        size = group.size
-        rows = workspace.scratch("incoming", self.capacity, accumulated.dtype)
-        parts: list[NDArray[np.floating]] = [gradient[segment]] * size
-        for row, (place, task) in enumerate(rounds):
-            arrived = rows[row * length : (row + 1) * length]
-            task.send, task.recv = gradient[place], arrived
-            yield task
-            task.send = task.calls_made = None  # else the record of the step would keep the gradient
-            parts[task.peers[1]] = arrived  # type: ignore[index]
-        add, threads, total = accumulated.kernels.accumulate, accumulated.threads, parts[0]
-        sums = parts[0] if group.rank else parts[1]  # of the two that are added first one has arrived
-        for part in parts[1:-1]:
-            add(total, part, sums, threads)
-            total = sums
-        [finite] = to_python(add(total, parts[-1], mean, threads, 1 / size).finite)
-        return bool(finite)
+        return Result(mean, accumulated.whole, energy, gain, float(accumulated.numel), not task.finite, stale > 0)
 
 
 @register

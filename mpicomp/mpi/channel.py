@@ -8,8 +8,10 @@ from typing import Any
 
 from mpi4py import MPI
 
+from mpicomp import kernels
 from mpicomp.mpi.failures import completed, failure_of, fault_tolerant
-from mpicomp.mpi.rounds import WHOLE_BYTES, Pending, Round
+from mpicomp.mpi.rounds import Pending, Round
+from mpicomp.mpi.shared_memory import SharedMemory
 from mpicomp.mpi.transport import Backoff
 
 SEGMENT = 1 << 19
@@ -32,8 +34,8 @@ _Some = Callable[[list[MPI.Request]], list[int] | None]
 class StartedRound(Pending):
     """A round whose requests were made; only one thread at a time may ask for it.
 
-    It consists of collective calls, or of segments between pairs of ranks. A few segments are under way at a time,
-    after those of the round that has begun before.
+    It consists of collective calls, one after the other where they come from ``calls``, or of segments between pairs of
+    ranks. A few segments are under way at a time, after those of the round that has begun before.
     """
 
     def __init__(
@@ -43,6 +45,7 @@ class StartedRound(Pending):
         requests: Sequence[MPI.Request] = (),
         incoming: Iterable[_Segment] = (),
         outgoing: Iterable[_Segment] = (),
+        calls: Iterable[MPI.Request] = (),
     ) -> None:
         self.task = task
         self.channel = channel
@@ -54,6 +57,7 @@ class StartedRound(Pending):
         self._requests = list(requests)
         self._parts: list[slice | None] = [None] * len(requests)  # that each request receives, if it does
         self._receives = 0
+        self._calls = iter(calls)
         self._post()
 
     @property
@@ -131,14 +135,26 @@ class StartedRound(Pending):
             if self.task.arrived is not None:
                 for part in reversed(arrived):
                     self.task.arrived(part.start, part.stop)
-        return self.left == 0
+        if self.left > 0:
+            return False
+        for request in self._calls:
+            self._requests.append(request)
+            self._parts.append(None)
+            return False
+        if self.task.factor != 1 and self.task.finite is None:
+            self.channel.finish_sum(self.task)
+        return True
 
 
 class Channel:
     """A communicator on which rounds are run: all of its ranks begin them in the same order."""
 
-    def __init__(self, comm: MPI.Comm, limit: int, key: int, members: Sequence[int]) -> None:
+    def __init__(
+        self, comm: MPI.Comm, limit: int, key: int, members: Sequence[int], memory: SharedMemory | None = None
+    ) -> None:
         self.comm = comm
+        self.memory = memory
+        """That the ranks share, if they are on one host."""
         self.key = key
         self.members = members
         self.begun = 0
@@ -153,9 +169,13 @@ class Channel:
         non-blocking collectives do not take it in all versions.
         """
         self.begun += 1
+        task.finite = None
         try:
-            calls = None if task.operation == "sendrecv" else self.calls(task)
-            if calls is None:
+            memory = self.memory_for(task)
+            calls = None if memory or task.operation == "sendrecv" else self.calls(task)
+            if memory is not None:
+                started = StartedRound(task, self, calls=memory.sum(task, self.comm.Ibarrier))
+            elif calls is None:
                 started = StartedRound(task, self, (), *self._messages(task))
             elif task.lends_device_memory:
                 for name, arguments in calls:
@@ -168,6 +188,16 @@ class Channel:
             raise failure_of(error) from None
         self.under_way[started] = None
         return started
+
+    def finish_sum(self, task: Round) -> None:
+        """Multiply the sum that MPI made by its factor, and sum the flags."""
+        task.finite = kernels.scale(task.recv, task.factor)
+        if task.flags is not None:
+            self.comm.Allreduce(MPI.IN_PLACE, task.flags)
+
+    def memory_for(self, task: Round) -> SharedMemory | None:
+        """Return the memory in which ranks sum the arrays of a round; None where MPI does."""
+        return self.memory if self.memory is not None and self.memory.takes(task) else None
 
     def forget(self, started: StartedRound) -> None:
         """Release a round that a caller has waited for."""
@@ -207,9 +237,6 @@ class Channel:
                 return [("Gather", (send, recv if self.comm.rank == root else None, root))]
             case "gatherv" if fits:
                 return [("Gatherv", (send, [recv, counts] if self.comm.rank == root else None, root))]
-            case "sendrecv" if task.whole and self._limit > WHOLE_BYTES:
-                to, source = task.peers
-                return [("Sendrecv", (send, to, 0, recv, source, 0))]
             case "alltoallv" if task.received is None:
                 rank, size = self.comm.rank, self.comm.size
                 # The same on every rank, as the branch must be.
@@ -250,9 +277,8 @@ class Channel:
                 recv[into[rank] : into[rank + 1]] = send[out[rank] : out[rank + 1]]
                 incoming = [(other, into[other], into[other + 1]) for other in behind]
                 outgoing = [(other, out[other], out[other + 1]) for other in ahead]
-        longest = None if task.whole and self._limit > WHOLE_BYTES else SEGMENT
         segments = (
-            ((other, part) for other, start, stop in spans for part in self._cuts(task, start, stop, longest))
+            ((other, part) for other, start, stop in spans for part in self._cuts(task, start, stop, SEGMENT))
             for spans in (incoming, outgoing)
         )
         return next(segments), next(segments)

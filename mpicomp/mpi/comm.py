@@ -127,25 +127,25 @@ class MPITransport(Transport):
         return received(task)
 
     def perform(self, task: Round) -> NDArray[Any]:
-        if self._sleeps or (task.operation == "sendrecv" and (not task.whole or task.lends_device_memory)):
+        if self._sleeps or task.operation == "sendrecv":
             return self.wait(self.start(task))
         if self._refusal is not None or self._pool.over or self._pool.abandoned:
             self._refuse()
         channel = (self._back if task.background else self._front)[task.group]
-        made = task.calls_made
-        if made is not None and made[0] is channel and made[1] is task.send and made[2] is task.recv:
-            calls = made[3]
-        else:
-            calls = channel.calls(task)
-            if calls is None:
-                return self.wait(self.start(task))
-            if task.operation != "bcast":  # whose root copies its array each time
-                task.calls_made = channel, task.send, task.recv, calls
+        memory = channel.memory_for(task)
+        calls = _calls(channel, task) if memory is None else ()
+        if calls is None:
+            return self.wait(self.start(task))
         channel.begun += 1
         self._waits[self] = time.monotonic(), channel, channel.begun, task.operation, self.user
         try:
+            if memory is not None:
+                for _ in memory.sum(task, channel.comm.Barrier):
+                    pass
             for name, arguments in calls:
                 getattr(channel.comm, name)(*arguments)
+            if task.factor != 1 and memory is None:
+                channel.finish_sum(task)
         except MPI.Exception as error:
             raise failure_of(error) from None
         finally:
@@ -254,8 +254,29 @@ class MPITransport(Transport):
         mine = [n not in self._front or sums_are_identical(self._front[n].comm, self._sleeps) for n in names]
         everyones = rows_of_ranks(self._front[WORLD].comm, np.array(mine))
         identical = {name: bool(flags.all()) for name, flags in zip(names, everyones.T, strict=True)}
-        parts = (replace(p, identical_sums=identical.get(p.name, identical[WORLD])) for p in group.parts)
-        return replace(group, identical_sums=identical[WORLD], parts=tuple(parts))
+        parts = (
+            replace(
+                p, identical_sums=identical.get(p.name, identical[WORLD]), shares_memory=self._shares_memory(p.name)
+            )
+            for p in group.parts
+        )
+        return replace(
+            group, identical_sums=identical[WORLD], shares_memory=self._shares_memory(WORLD), parts=tuple(parts)
+        )
+
+    def _shares_memory(self, name: str) -> bool:
+        return name in self._front and self._front[name].memory is not None
+
+
+def _calls(channel: Channel, task: Round) -> Sequence[tuple[str, tuple[Any, ...]]] | None:
+    made = task.calls_made
+    if made is not None and made[0] is channel and made[1] is task.send and made[2] is task.recv:
+        known: Sequence[tuple[str, tuple[Any, ...]]] = made[3]
+        return known
+    calls = channel.calls(task)
+    if calls is not None and task.operation != "bcast":  # whose root copies its array each time
+        task.calls_made = channel, task.send, task.recv, calls
+    return calls
 
 
 _PROBE = 1 << 14  # elements of the sum whose bits are compared

@@ -23,6 +23,7 @@ from mpicomp.mpi.channel import Channel
 from mpicomp.mpi.channel_sets import NAMES, ChannelSet, Closing, Closings
 from mpicomp.mpi.failures import Process, UnreportedDeaths, fault_tolerant, kept, running_process
 from mpicomp.mpi.rounds import ACROSS, HOST, WORLD, Group, layout_groups
+from mpicomp.mpi.shared_memory import SharedMemory, share
 from mpicomp.mpi.transport import wait
 from mpicomp.mpi.watchdog import STALL_END_S, STALL_S, Watchdog
 from mpicomp.mpi.watcher import Watched, watcher
@@ -190,14 +191,16 @@ class Pool:
     def _make(self, world: MPI.Comm) -> ChannelSet:
         number = self._next
         self._next += 1
-        whole = Channel(world, self._limit, number * len(NAMES), self.members[WORLD])
+        memory = _shared_memory(world) if self.group.hosts == 1 else None
+        whole = Channel(world, self._limit, number * len(NAMES), self.members[WORLD], memory)
         channels = {WORLD: whole}
         if is_split(self.group):
             for place, name in enumerate(NAMES[1:], 1):
                 members = self.members.get(name)
                 comm = world.Split(MPI.UNDEFINED if members is None else members[0], world.rank)
                 if members is not None:
-                    channels[name] = Channel(comm, self._limit, number * len(NAMES) + place, members)
+                    memory = _shared_memory(comm) if name == HOST else None
+                    channels[name] = Channel(comm, self._limit, number * len(NAMES) + place, members, memory)
         else:
             alone = Channel(MPI.COMM_SELF, self._limit, _ALONE, [self.group.rank])
             one = self.group.hosts == 1
@@ -212,6 +215,11 @@ def rows_of_ranks(comm: MPI.Comm, row: NDArray[Any], on_wait: Callable[[], None]
     rows = np.empty((comm.size, row.size), row.dtype)
     wait(comm.Iallgather(row, rows).Test, on_wait)
     return rows
+
+
+def _shared_memory(comm: MPI.Comm) -> SharedMemory | None:
+    # Barriers of a rank's death are not among the calls that Open MPI survives.
+    return None if fault_tolerant() else share(comm, lambda row: rows_of_ranks(comm, row))
 
 
 def is_split(group: Group) -> bool:

@@ -14,7 +14,10 @@ from mpicomp.errors import MessageError, RankFailedError
 Value = TypeVar("Value")
 
 _BYTE, _LENGTH = np.dtype(np.uint8), np.dtype(np.int64)
-WHOLE_BYTES = 1 << 30
+MIN_SHARED = 1 << 15
+"""Elements from which on ranks that share memory sum an array in it: shorter ones gain nothing."""
+
+FLAGS = 3
 _MAX_BYTES = 1 << 28  # of an object: some hundred for each of a million parameters
 WORLD, HOST, ACROSS = "world", "host", "across"
 """Names of groups: all ranks; those of one host; one rank a host, with the same place on each."""
@@ -44,6 +47,8 @@ class Group:
         The number of each rank's host; optional if the parts are.
     own_cores : bool
         Whether each rank has a core of its own, so that it waits inside MPI; the same on all ranks.
+    shares_memory : bool
+        Whether the ranks of a group of one host sum long arrays in memory that they share; the same on all ranks.
     """
 
     rank: int
@@ -55,11 +60,13 @@ class Group:
     parts: tuple["Group", ...] = ()
     layout: tuple[int, ...] = ()
     own_cores: bool = True
+    shares_memory: bool = False
 
     def seen_by(self, rank: int) -> "Group":
         """Return this group of all ranks as another rank sees it."""
         if self.layout:
-            return replace(layout_groups(self.layout, rank, self.identical_sums)[0], own_cores=self.own_cores)
+            group, _ = layout_groups(self.layout, rank, self.identical_sums)
+            return replace(group, own_cores=self.own_cores, shares_memory=self.shares_memory)
         return replace(self, rank=rank)
 
     def part(self, name: str) -> "Group | None":
@@ -149,8 +156,10 @@ class Round:
         to get ``recv``. Until then ``send`` and ``recv`` are the transport's.
     once : bool
         Whether it runs once: its bytes belong to no step, and are counted separately.
-    whole : bool
-        ``sendrecv``: whether messages of at most `WHOLE_BYTES` go in one piece; the same on both of their ranks.
+    factor : float
+        ``allreduce``: of the sum. Only where ranks of a group share memory.
+    flags : array of float64, optional
+        ``allreduce``: `FLAGS` numbers that are summed, too, in place. Only with a factor.
     """
 
     operation: str
@@ -165,7 +174,10 @@ class Round:
     arrived: Callable[[int, int], None] | None = None
     background: bool = False
     once: bool = False
-    whole: bool = False
+    factor: float = 1.0
+    flags: NDArray[np.float64] | None = None
+    finite: bool | None = field(default=None, init=False, compare=False)
+    """``allreduce``: whether every element of the result is a finite number; None where that was not seen."""
     calls_made: tuple[Any, ...] | None = field(default=None, init=False, repr=False, compare=False)
     """MPI's calls, kept by the transport for a round that is yielded again with the same arrays and counts."""
 
@@ -194,7 +206,7 @@ class Round:
 
     def shape(self) -> "Round":
         """Return the round without arrays."""
-        return replace(self, send=None, recv=None, arrived=None)
+        return replace(self, send=None, recv=None, arrived=None, flags=None)
 
     def buffer_bytes(self, group: Group) -> int:
         """Return the bytes of ``send`` and ``recv`` together, on the rank where they are most."""

@@ -50,30 +50,6 @@ def test_dense_mean_has_the_bits_of_the_oracle(ranks, collective, dtype):
             assert result.mean.tobytes() == expected.tobytes()
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 8])
-@pytest.mark.parametrize(("segment", "in_place"), [(1 << 18, True), (20_000, False)])
-@pytest.mark.parametrize("with_residual", [False, True])
-def test_large_arrays_are_summed_in_pairs_with_the_bits_of_the_oracle(
-    ranks, segment, in_place, with_residual, monkeypatch
-):
-    monkeypatch.setattr("mpicomp.collectives.dense._SEGMENT", segment)
-    arrays = gradients(ranks, (ranks - 1) * (1 << 16) + 5, np.float32)
-    before, residuals = [array.copy() for array in arrays], None
-    if with_residual:  # so that the sum, and then the mean, lies in the bucket's memory
-        residuals = [array[::-1].copy() for array in arrays]
-    outcome = run(mpicomp.Dense(), "allreduce", arrays, residuals=residuals, in_place=in_place)
-    sums = [array + array[::-1] for array in arrays] if with_residual else arrays
-    for result, array, unchanged in zip(outcome.results, arrays, before, strict=True):
-        assert result.mean.tobytes() == in_rank_order(sums).tobytes()
-        assert array.tobytes() == unchanged.tobytes()
-        assert (result.nonfinite, result.stale, result.gain) == (False, False, 1.0)
-    for rank, value in ((0, np.nan), (ranks - 1, np.inf)):
-        wrong = [array.copy() for array in arrays]
-        wrong[rank][-1] = value
-        assert all(result.nonfinite for result in run(mpicomp.Dense(), "allreduce", wrong).results)
-    assert all(result.stale for result in run(mpicomp.Dense(), "allreduce", arrays, stale=[1]).results)
-
-
 @pytest.mark.parametrize("ranks", [2, 3, 4, 5, 7])
 @pytest.mark.parametrize("collective", SEGMENTED)
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])

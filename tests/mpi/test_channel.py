@@ -86,17 +86,6 @@ def test_arrived_parts_cover_the_array_once_as_sent(comm, transport, numel):
     np.testing.assert_array_equal(send, of(rank, numel, np.float64))
 
 
-@pytest.mark.parametrize("numel", [0, 1, 700_001])
-def test_whole_messages_arrive_as_sent(comm, transport, numel):
-    rank, size = comm.rank, comm.size
-    send, recv = of(rank, numel, np.float64), np.full(numel + rank, np.nan)[:numel]
-    task = Round("sendrecv", (numel, numel), send.dtype, whole=True, peers=((rank + 1) % size, (rank - 1) % size))
-    for _ in range(2):
-        task.send, task.recv = send, recv
-        recv.fill(np.nan)
-        np.testing.assert_array_equal(transport.perform(task), of((rank - 1) % size, numel, np.float64))
-
-
 @pytest.mark.mpi(min_size=2)
 def test_first_part_arrives_before_the_rest_is_sent(comm, transport):
     """Rank 1 waits in its first part for word from rank 0, which by then knows that part to be there."""

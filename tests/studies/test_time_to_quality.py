@@ -14,6 +14,7 @@ STEP_S = {"dense": 1.0, "dense-bf16": 0.6, "static": 0.25, "auto": 0.5, "ddp-fp1
 STEPS = 100
 ROWS = Path(__file__).resolve().parents[2] / "docs" / "time_to_quality.jsonl"
 README = ROWS.parents[1] / "README.md"
+RESULTS = README.parent / "docs" / "results.md"
 
 
 @pytest.fixture
@@ -88,30 +89,33 @@ def test_rows_of_two_commits_are_not_mixed(trained, tmp_path, monkeypatch, capsy
     assert "its rows are of commit abc and this is def, so no row is added" in capsys.readouterr().err
 
 
-def test_readme_has_the_numbers_of_the_rows(trained, tmp_path, monkeypatch):
+def test_pages_have_the_numbers_of_the_rows(trained, tmp_path, monkeypatch):
     page, path = tmp_path / "README.md", tmp_path / "rows.jsonl"
-    page.write_text("# a\n<!-- tour -->\n58\n<!-- end -->\nb\n<!-- time to quality -->\n<!-- end -->\n")
+    page.write_text("# a\n<!-- tour -->\n58\n<!-- end -->\nb\n<!-- text-gpt -->\n<!-- end -->\n")
     printed = ["Seconds to a loss of 5", "dense ###  9.5", "auto  #    3.1"]
     monkeypatch.setattr(time_to_quality, "take_tour", lambda: {"printed": printed})
     words = ["--tasks", "text-gpt,tour", "--arms", "dense-bf16,static,auto", "--steps", str(STEPS), "--seeds", "0,1"]
-    words += ["--networks", "50mbit/1ms,1gbit/0us", "--rows", str(path), "--readme", str(page)]
-    assert call(time_to_quality.STUDY, words) == 0
+    words += ["--networks", "50mbit/1ms,1gbit/0us", "--rows", str(path), "--pages", str(page)]
+    picture = tmp_path / "four.svg"
+    assert call(time_to_quality.STUDY, [*words, "--picture", str(picture)]) == 0
     written = page.read_text()
+    assert "time to quality, of dense" in picture.read_text()
     assert "dense ###  9.5\nauto  #    3.1\n```\n<!-- end -->\nb" in written
     assert "| exchange | 50 Mbit/s, 1 ms | 1 Gbit/s | MB a step | loss |" in written
     assert "commit `abc`" in written
     rows = [json.loads(line) for line in path.read_text().splitlines()]
-    assert time_to_quality.filled(written, time_to_quality.readme_parts(rows)) == written
+    assert time_to_quality.filled(written, time_to_quality.parts_of_pages(rows)) == written
     next(row for row in rows if row["task"] == "tour")["printed"][1] = "dense ###  9.4"
-    assert time_to_quality.filled(written, time_to_quality.readme_parts(rows)) != written
+    assert time_to_quality.filled(written, time_to_quality.parts_of_pages(rows)) != written
 
 
-def test_the_readme_has_the_numbers_of_the_rows_in_the_repository():
+@pytest.mark.parametrize("path", [README, RESULTS], ids=lambda path: path.name)
+def test_pages_have_the_numbers_of_the_rows_in_the_repository(path):
     if not ROWS.exists():
         pytest.skip("not measured: python studies/time_to_quality.py --rows docs/time_to_quality.jsonl")
     rows = [json.loads(line) for line in ROWS.read_text().splitlines()]
-    page = README.read_text()
-    assert time_to_quality.filled(page, time_to_quality.readme_parts(rows)) == page
+    page = path.read_text()
+    assert time_to_quality.filled(page, time_to_quality.parts_of_pages(rows)) == page
     assert not any(row["commit"].endswith("+") for row in rows)  # rows of what is committed
     assert all(row["cores"] and row["copy_gb_s"] for row in rows)
 
