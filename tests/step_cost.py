@@ -1,15 +1,17 @@
 """Count what one steady step does on the host: files, functions, Python calls, microseconds.
 
-    mpiexec -n 2 python tests/step_cost.py [--json F] [--steps N] [--large]
+    mpiexec -n 2 python tests/step_cost.py [--json F] [--steps N] [--large [N ...] [--gloo]]
 
 One bucket of 1,000 floats: dense by allreduce, top-k by allgather, and `auto`, next to MPI's Allreduce alone. Files and
 functions are those of mpicomp and its kernels. Calls are of functions, Python's and C's, as cProfile counts them: the
 median over steps. Microseconds are the median and, as machines are shared, the fastest tenth of steps that take turns.
 
-With ``--large`` instead: dense sums of one large array, in turn with MPI's Allreduce, and the ratios of medians.
+With ``--large`` instead: dense sums of one large array, in turn with MPI's Allreduce, or with PyTorch's over gloo, and
+the ratios of medians.
 """
 
 import argparse
+import contextlib
 import cProfile
 import functools
 import json
@@ -81,17 +83,32 @@ def seconds_in_turn(steps, count):
     return seconds
 
 
-def compare_large_sums(count):
-    """Print the medians of dense sums, and their ratios to MPI's Allreduce."""
-    for numel in LARGE:
+@contextlib.contextmanager
+def sum_of(library):
+    """Give a function that sums an array of ranks by the library, to another one; gloo only sums in place."""
+    if library == "MPI":
+        yield MPI.COMM_WORLD.Allreduce
+        return
+    import torch
+    from mpicomp.bench.peers import process_group
+
+    from mpicomp.mpi.comm import MPITransport
+
+    with contextlib.closing(MPITransport()) as transport, process_group(transport):
+        yield lambda _, total: torch.distributed.all_reduce(torch.from_numpy(total))
+
+
+def compare_large_sums(lengths, count, library, add):
+    """Print the medians of dense sums, and their ratios to a library's."""
+    for numel in lengths:
         gradients = {"w": np.random.default_rng(MPI.COMM_WORLD.rank).standard_normal(numel).astype(np.float32)}
         reducers = {name: mpicomp.Reducer(**settings) for name, settings in LARGE_SETTINGS.items()}
         steps = {name: functools.partial(reducer.reduce, gradients) for name, reducer in reducers.items()}
-        steps["Allreduce"] = functools.partial(MPI.COMM_WORLD.Allreduce, gradients["w"], np.empty(numel, np.float32))
-        seconds_in_turn(steps, WARM_STEPS // 4)
+        steps[library] = functools.partial(add, gradients["w"], np.zeros(numel, np.float32))
+        seconds_in_turn(steps, min(count, WARM_STEPS // 4))
         medians = {name: statistics.median(times) for name, times in seconds_in_turn(steps, count).items()}
         if MPI.COMM_WORLD.rank == 0:
-            least = medians["Allreduce"]
+            least = medians[library]
             row = [f"{name} {1e6 * median:.0f} us ({median / least:.2f})" for name, median in medians.items()]
             print(f"{numel:9} floats: {', '.join(row)}", flush=True)
         for reducer in reducers.values():
@@ -102,10 +119,13 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--json", help="write all numbers, and the files, to this file")
     parser.add_argument("--steps", type=int, default=2000)
-    parser.add_argument("--large", action="store_true", help="compare sums of large arrays with MPI's")
+    parser.add_argument("--large", nargs="*", type=int, help="compare sums of so many elements with MPI's")
+    parser.add_argument("--gloo", action="store_true", help="... or with gloo's")
     options = parser.parse_args()
-    if options.large:
-        compare_large_sums(options.steps // 10)
+    if options.large is not None:
+        library = "gloo" if options.gloo else "MPI"
+        with sum_of(library) as add:
+            compare_large_sums(options.large or LARGE, options.steps // 10, library, add)
         return
     rank = MPI.COMM_WORLD.rank
     gradients = {"w": np.random.default_rng(rank).standard_normal(NUMEL).astype(np.float32)}

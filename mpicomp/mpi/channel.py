@@ -191,7 +191,8 @@ class Channel:
 
     def finish_sum(self, task: Round) -> None:
         """Multiply the sum that MPI made by its factor, and sum the flags."""
-        task.finite = kernels.scale(task.recv, task.factor)
+        recv: Any = task.recv
+        task.finite = kernels.scale(recv, task.factor)
         if task.flags is not None:
             self.comm.Allreduce(MPI.IN_PLACE, task.flags)
 

@@ -3,7 +3,7 @@
 import mmap
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -104,10 +104,10 @@ def share(comm: _Comm, gather: Callable[[NDArray[Any]], NDArray[Any]]) -> Shared
     path = name.tobytes().rstrip(b"\0").decode()
     if path:
         memory = _map(path, size)
-    everyones: Sequence[Any] = gather(np.array([memory is not None]))
+    everyones = gather(np.array([memory is not None]))
     if comm.rank == 0 and path:
         os.unlink(path)
-    return SharedMemory(memory, comm.rank, comm.size) if memory is not None and np.all(everyones) else None
+    return SharedMemory(memory, comm.rank, comm.size) if everyones.all() else None
 
 
 def _make_file(size: int) -> str:
