@@ -323,9 +323,10 @@ def parts_of_pages(rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
                 ends = f"{_range(sent, '.2g')} | {_range(qualities, '.3f')}"
                 found.append(f"| {name} | {' | '.join(map(_cell, there))} | {ends} |")
         origin, seeds = rows[-1], max(line["seeds"] for line in cells.values())
-        spread = f", and its least and most over {seeds} seeds" if seeds > 1 else ", one seed"
+        spread = f", and its least and most over {seeds} seeds where they differ" if seeds > 1 else ", one seed"
         caption = (
-            f"Seconds, and in brackets their ratio to the faster dense one{spread}; commit `{origin['commit']}`, "
+            f"Seconds, and in brackets their ratio to the faster dense one{spread}; or how many seeds reached that. "
+            f"Commit `{origin['commit']}`, "
             f"{origin['cores']} cores that copy memory at {origin['copy_gb_s']} GB/s."
         )
         parts[task] = "\n".join([*found, "", *textwrap.wrap(caption, 120)])
@@ -347,8 +348,9 @@ def _words(network: str) -> str:
 
 def _cell(line: Mapping[str, Any]) -> str:
     if line["time_s"] is None:
-        return f"reached by {line['reached']} of {line['seeds']}"
-    spread = f", {line['least']:.2f} to {line['most']:.2f}" if line["seeds"] > 1 else ""
+        return f"{line['reached']} of {line['seeds']} seeds"
+    least, most = (format(line[end], ".2f") for end in ("least", "most"))
+    spread = f", {least} to {most}" if least != most else ""
     digits = ".0f" if line["time_s"] >= 10 else ".2f"
     return f"{line['time_s']:{digits}} ({line['of_dense']:.2f}{spread})"
 

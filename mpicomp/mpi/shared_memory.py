@@ -57,11 +57,11 @@ class SharedMemory:
             total = slots[turn, 0]
             np.copyto(slots[turn, rank, :length], send[part])
             yield barrier()
-            own = slice(length * rank // ranks, length * (rank + 1) // ranks)
-            mine = total[own]
+            part_of_rank = slice(length * rank // ranks, length * (rank + 1) // ranks)
+            mine = total[part_of_rank]
             with np.errstate(over="ignore", invalid="ignore"):
                 for other in range(1, ranks):
-                    np.add(mine, slots[turn, other, own], out=mine)
+                    np.add(mine, slots[turn, other, part_of_rank], out=mine)
             flags = self._flags[turn]
             if task.factor != 1:
                 flags[rank, 0] = not cpu.scale(mine, task.factor)

@@ -33,7 +33,7 @@ def files():
     return list(Path(shared_memory._FOLDER).glob("mpicomp-*"))
 
 
-def together(ranks, work):
+def in_threads(ranks, work):
     """Run ``work(rank, gather)`` of each rank in a thread; ``gather`` returns the rows of all."""
     barrier, rows, results = threading.Barrier(ranks, timeout=20), [None] * ranks, [None] * ranks
 
@@ -79,7 +79,7 @@ def test_sums_in_turn_have_the_bits_of_a_sum_in_rank_order(ranks, dtype):
         return sums
 
     before = files()
-    results = together(ranks, work)
+    results = in_threads(ranks, work)
     expected = [in_rank_order([of(rank, numel, dtype) for rank in range(ranks)], 1 / ranks) for numel in lengths]
     assert results == [[(mean.tobytes(), True) for mean in expected]] * ranks
     assert files() == before
@@ -87,7 +87,7 @@ def test_sums_in_turn_have_the_bits_of_a_sum_in_rank_order(ranks, dtype):
 
 @pytest.mark.parametrize("ranks", [1, shared_memory.MAX_RANKS + 1])
 def test_one_rank_and_many_share_nothing(ranks):
-    assert together(ranks, lambda rank, gather, _: shared_memory.share(Comm(rank, ranks), gather)) == [None] * ranks
+    assert in_threads(ranks, lambda rank, gather, _: shared_memory.share(Comm(rank, ranks), gather)) == [None] * ranks
 
 
 def test_no_rank_shares_where_one_cannot(monkeypatch):
@@ -95,7 +95,7 @@ def test_no_rank_shares_where_one_cannot(monkeypatch):
     places = iter([False, True, True])
     monkeypatch.setattr(shared_memory, "_map", lambda *words: find(*words) if next(places) else None)
     before = files()
-    assert together(3, lambda rank, gather, _: shared_memory.share(Comm(rank, 3), gather)) == [None] * 3
+    assert in_threads(3, lambda rank, gather, _: shared_memory.share(Comm(rank, 3), gather)) == [None] * 3
     assert files() == before
 
 
@@ -109,7 +109,7 @@ def test_full_folder_leaves_no_file(monkeypatch, is_nearly):
         monkeypatch.setattr(shared_memory, "_MIN_FREE", 1 << 40)
     else:
         monkeypatch.setattr(os, "posix_fallocate", full)
-    assert together(2, lambda rank, gather, _: shared_memory.share(Comm(rank, 2), gather)) == [None] * 2
+    assert in_threads(2, lambda rank, gather, _: shared_memory.share(Comm(rank, 2), gather)) == [None] * 2
     assert files() == before
 
 

@@ -102,7 +102,7 @@ def test_pages_have_the_numbers_of_the_rows(trained, tmp_path, monkeypatch):
     assert "time to quality, of dense" in picture.read_text()
     assert "dense ###  9.5\nauto  #    3.1\n```\n<!-- end -->\nb" in written
     assert "| exchange | 50 Mbit/s, 1 ms | 1 Gbit/s | MB a step | loss |" in written
-    assert "commit `abc`" in written
+    assert "Commit `abc`" in written
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     assert time_to_quality.filled(written, time_to_quality.parts_of_pages(rows)) == written
     next(row for row in rows if row["task"] == "tour")["printed"][1] = "dense ###  9.4"
