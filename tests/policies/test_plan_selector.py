@@ -10,6 +10,9 @@ import mpicomp
 from mpicomp.collectives import bind, variants
 from mpicomp.cost import CostModel, Network, sample_views
 from mpicomp.cost.network_model import OPERATIONS
+from mpicomp.mpi import LocalWorld
+from mpicomp.policies import plan_selector
+from mpicomp.policies.policy import Shape
 
 
 class Ranks(worlds.Ranks):
@@ -220,3 +223,13 @@ def test_a_model_of_another_number_of_hosts():
     ranks = Ranks(2, LINKS["slow"], cost=CostModel(Network(3)))
     with pytest.raises(mpicomp.errors.ConfigurationError, match="of 3 hosts and the ranks are on 2"):
         ranks.step()
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_a_ring_takes_little_enough_memory_for_one_long_array(size):
+    """It needs a quarter of the array, or half of it between two ranks, and the trailers of its parts."""
+    shape = Shape(("w",), (25_600_000,), ((25_600_000,),), np.dtype(np.float32))
+    group = LocalWorld(size, hosts=size).transports[0].group
+    schemes = [bind(mpicomp.Dense(), name) for name in ("allreduce", "ring", "recursive-doubling")]
+    fitting = plan_selector._fitting(schemes, shape, 4 * shape.sizes[0], group, may_be_empty=False)
+    assert [scheme.id for scheme in fitting] == ["allreduce", "ring"]
