@@ -372,7 +372,10 @@ def draw(lines: Sequence[Mapping[str, Any]], path: Path) -> None:
                 axes.plot([ratios.get(network) or math.nan for network in networks], "o-", label=name.strip("`"))
             axes.axhline(1.0, color="black", linewidth=1)
             axes.set(title=task, yscale="log")
-            axes.set_xticks(range(len(networks)), [_words(network).replace(" ", "\n", 1) for network in networks])
+            axes.set_xticks(
+                range(len(networks)),
+                [_words(network).replace(" ", "\n", 1).replace(", ", "\n") for network in networks],
+            )
             axes.set_yticks(_TICKS, [f"{tick:g}" for tick in _TICKS])
             axes.minorticks_off()
         figure.axes[0].set_ylabel("time to quality, of dense")
