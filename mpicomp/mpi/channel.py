@@ -198,7 +198,9 @@ class Channel:
 
     def memory_for(self, task: Round) -> SharedMemory | None:
         """Return the memory in which ranks sum the arrays of a round; None where MPI does."""
-        return self.memory if self.memory is not None and self.memory.takes(task) else None
+        if self.memory is None or task.operation != "allreduce" or not self.memory.takes(task):
+            return None
+        return self.memory
 
     def forget(self, started: StartedRound) -> None:
         """Release a round that a caller has waited for."""

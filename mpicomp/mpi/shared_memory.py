@@ -38,9 +38,9 @@ class SharedMemory:
         self._turn = 0
 
     def takes(self, task: Round) -> bool:
-        """Return whether a round is a sum that is faster here than by MPI."""
+        """Return whether a sum is faster here than by MPI."""
         # Rounds in the background would take turns in another order on every rank.
-        is_long = task.operation == "allreduce" and task.counts[0] >= MIN_SHARED and not task.background
+        is_long = task.counts[0] >= MIN_SHARED and not task.background
         return is_long and task.dtype in _TYPES and not task.lends_device_memory
 
     def sum(self, task: Round, barrier: Callable[[], Barrier]) -> Iterator[Barrier]:

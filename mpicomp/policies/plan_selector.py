@@ -41,9 +41,9 @@ _MAX_SILENT_STEPS = 6  # at least one step of these is compared with its predict
 _LEARNING_INTERVAL_S = 0.1  # seconds between two steps that are learned from, which takes 1 ms: 1 % of that
 _MEDIAN_STEPS = 5  # intervals between steps whose median counts
 # Limits of a plan's memory besides gradients and residuals: a share of all gradients, or bytes. 48 MB are those of 8
-# bits through two-phase in buckets of the default length; of dense plans some need next to nothing. A ring of two hosts
-# needs half of an array, and some bytes.
-_MEMORY_SHARE, _MEMORY_BYTES, _DENSE_BYTES = 0.51, 48 << 20, 8 << 20
+# bits through two-phase in buckets of the default length; of dense plans some need next to nothing, and a ring of four
+# ranks a quarter of an array.
+_MEMORY_SHARE, _MEMORY_BYTES, _DENSE_BYTES = 0.5, 48 << 20, 8 << 20
 _MAX_SLOWNESS_RATIO = 1.5  # of predicted seconds over the least: slower plans are not run to check the prediction
 
 
