@@ -44,6 +44,8 @@ def fill(page: str) -> str:
 
     def part(found: re.Match[str]) -> str:
         name, _, what = found[1].partition(": ")
+        if name in ("measured", "end"):  # a study has written that part
+            return found[0]
         return fields_table(what.split(", ")) if name == "fields" else parts[name]()
 
     return re.sub(r"^<!-- (.+?) -->$", part, page, flags=re.MULTILINE)

@@ -384,13 +384,13 @@ def draw(lines: Sequence[Mapping[str, Any]], path: Path) -> None:
 
 
 def filled(page: str, parts: Mapping[str, str]) -> str:
-    r"""Return a page with the parts between ``<!-- NAME -->`` and ``<!-- end -->``.
+    r"""Return a page with the parts between ``<!-- measured: NAME -->`` and ``<!-- end -->``.
 
-    >>> filled("<!-- a -->\n1\n<!-- end -->", {"a": "2"})
-    '<!-- a -->\n2\n<!-- end -->'
+    >>> filled("<!-- measured: a -->\n1\n<!-- end -->", {"a": "2"})
+    '<!-- measured: a -->\n2\n<!-- end -->'
     """
     for name, part in parts.items():
-        begin, mark, rest = page.partition(f"<!-- {name} -->\n")
+        begin, mark, rest = page.partition(f"<!-- measured: {name} -->\n")
         if mark:
             page = f"{begin}{mark}{part}\n<!-- end -->{rest.partition('<!-- end -->')[2]}"
     return page

@@ -91,7 +91,7 @@ def test_rows_of_two_commits_are_not_mixed(trained, tmp_path, monkeypatch, capsy
 
 def test_pages_have_the_numbers_of_the_rows(trained, tmp_path, monkeypatch):
     page, path = tmp_path / "README.md", tmp_path / "rows.jsonl"
-    page.write_text("# a\n<!-- tour -->\n58\n<!-- end -->\nb\n<!-- text-gpt -->\n<!-- end -->\n")
+    page.write_text("# a\n<!-- measured: tour -->\n58\n<!-- end -->\nb\n<!-- measured: text-gpt -->\n<!-- end -->\n")
     printed = ["Seconds to a loss of 5", "dense ###  9.5", "auto  #    3.1"]
     monkeypatch.setattr(time_to_quality, "take_tour", lambda: {"printed": printed})
     words = ["--tasks", "text-gpt,tour", "--arms", "dense-bf16,static,auto", "--steps", str(STEPS), "--seeds", "0,1"]
@@ -115,6 +115,7 @@ def test_pages_have_the_numbers_of_the_rows_in_the_repository(path):
         pytest.skip("not measured: python studies/time_to_quality.py --rows docs/time_to_quality.jsonl")
     rows = [json.loads(line) for line in ROWS.read_text().splitlines()]
     page = path.read_text()
+    assert page.count("<!-- measured: ") == 2
     assert time_to_quality.filled(page, time_to_quality.parts_of_pages(rows)) == page
     assert not any(row["commit"].endswith("+") for row in rows)  # rows of what is committed
     assert all(row["cores"] and row["copy_gb_s"] for row in rows)
