@@ -141,8 +141,6 @@ class StartedRound(Pending):
             self._requests.append(request)
             self._parts.append(None)
             return False
-        if self.task.factor != 1 and self.task.finite is None:
-            self.channel.finish_sum(self.task)
         return True
 
 
@@ -169,7 +167,6 @@ class Channel:
         non-blocking collectives do not take it in all versions.
         """
         self.begun += 1
-        task.finite = None
         try:
             memory = self.memory_for(task)
             calls = None if memory or task.operation == "sendrecv" else self.calls(task)
@@ -183,18 +180,19 @@ class Channel:
                 started = StartedRound(task, self)
             else:
                 requests = [getattr(self.comm, f"I{name.lower()}")(*arguments) for name, arguments in calls]
-                started = StartedRound(task, self, requests)
+                started = StartedRound(task, self, requests, calls=self.rest_of_sum(task, self.comm.Iallreduce))
         except MPI.Exception as error:
             raise failure_of(error) from None
         self.under_way[started] = None
         return started
 
-    def finish_sum(self, task: Round) -> None:
-        """Multiply the sum that MPI made by its factor, and sum the flags."""
-        recv: Any = task.recv
-        task.finite = kernels.scale(recv, task.factor)
-        if task.flags is not None:
-            self.comm.Allreduce(MPI.IN_PLACE, task.flags)
+    def rest_of_sum(self, task: Round, allreduce: Callable[..., Any]) -> Iterator[Any]:
+        """Multiply the sum that MPI made by its factor, and sum the flags; yield the call, to be waited for."""
+        if task.factor != 1:
+            recv: Any = task.recv
+            task.finite = kernels.scale(recv, task.factor)
+            if task.flags is not None:
+                yield allreduce(MPI.IN_PLACE, task.flags)
 
     def memory_for(self, task: Round) -> SharedMemory | None:
         """Return the memory in which ranks sum the arrays of a round; None where MPI does."""

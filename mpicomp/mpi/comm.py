@@ -145,7 +145,8 @@ class MPITransport(Transport):
             for name, arguments in calls:
                 getattr(channel.comm, name)(*arguments)
             if task.factor != 1 and memory is None:
-                channel.finish_sum(task)
+                for _ in channel.rest_of_sum(task, channel.comm.Allreduce):
+                    pass
         except MPI.Exception as error:
             raise failure_of(error) from None
         finally:

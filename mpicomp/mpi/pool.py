@@ -218,7 +218,7 @@ def rows_of_ranks(comm: MPI.Comm, row: NDArray[Any], on_wait: Callable[[], None]
 
 
 def _shared_memory(comm: MPI.Comm) -> SharedMemory | None:
-    # Barriers of a rank's death are not among the calls that Open MPI survives.
+    # Open MPI's barriers do not survive a rank's death.
     return None if fault_tolerant() else share(comm, lambda row: rows_of_ranks(comm, row))
 
 

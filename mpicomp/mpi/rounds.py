@@ -16,8 +16,8 @@ Value = TypeVar("Value")
 _BYTE, _LENGTH = np.dtype(np.uint8), np.dtype(np.int64)
 MIN_SHARED = 1 << 15
 """Elements from which on ranks that share memory sum an array in it: shorter ones gain nothing."""
-
 FLAGS = 3
+"""Numbers that ranks sum with an array in shared memory."""
 _MAX_BYTES = 1 << 28  # of an object: some hundred for each of a million parameters
 WORLD, HOST, ACROSS = "world", "host", "across"
 """Names of groups: all ranks; those of one host; one rank a host, with the same place on each."""

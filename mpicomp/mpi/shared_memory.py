@@ -44,7 +44,10 @@ class SharedMemory:
         return is_long and task.dtype in _TYPES and not task.lends_device_memory
 
     def sum(self, task: Round, barrier: Callable[[], Barrier]) -> Iterator[Barrier]:
-        """Sum a round's arrays; yield each barrier, to be waited for. Collective."""
+        """Sum a round's arrays; yield each barrier, to be waited for. Collective.
+
+        Barriers are MPI's: a rank that polled this memory alone would not advance rounds that others wait for.
+        """
         send: Any = task.send
         recv: Any = task.recv
         numel, rank, ranks = task.counts[0], self._rank, self._ranks
