@@ -35,6 +35,7 @@ _COEFFICIENTS = (
     (3.0007, -3.3543, 1.1840),
 )
 _MIN_NORM = 1e-14  # of a product of a matrix with its transpose
+_MAX_ROW_FACTOR = 2.0  # that a row of an update is multiplied by: one whose gradients have ended is to fade with them
 _BATCH_NUMEL = 1 << 20  # elements of small matrices that are multiplied by one call
 # Names of modules: wte, token_embedding, pos_embed; lm_head, classifier
 _EMBEDDING = re.compile(r"(^|_)(un)?emb|^w[tp]e$|^positions?$")
@@ -44,9 +45,10 @@ _HEAD = re.compile(r"head$|^classifier$")
 class Muon(torch.optim.Optimizer):
     """Muon: steps along the momentum of each matrix, made orthogonal, so that all directions count the same.
 
-    Updates have the singular vectors of those of `torch.optim.Muon`, which PyTorch has since 2.9, and singular values
-    in the same band, made in three iterations in place of five. Arrays of more dimensions, such as convolutions, are
-    taken as matrices of their first dimension and the rest.
+    The momentum is made orthogonal as by `torch.optim.Muon`, which PyTorch has since 2.9, to singular values in the
+    same band, in three iterations in place of five. Then the rows, one for each output, are scaled to one norm, as in
+    NorMuon, but by the norms of the update at hand, so that no state is kept; no row is more than doubled. Arrays of
+    more dimensions, such as convolutions, are taken as matrices of their first dimension and the rest.
 
     Parameters
     ----------
@@ -64,7 +66,7 @@ class Muon(torch.optim.Optimizer):
 
     References
     ----------
-    Jordan et al. 2024, https://kellerjordan.github.io/posts/muon.
+    Jordan et al. 2024, https://kellerjordan.github.io/posts/muon; Li et al. 2025, arXiv 2510.05491 (NorMuon).
 
     Examples
     --------
@@ -103,7 +105,7 @@ class Muon(torch.optim.Optimizer):
             for batch in _batches(group["params"]):
                 matrices = torch.stack([self._matrix(parameter, momentum) for parameter in batch])
                 rate = lr * math.sqrt(max(1, matrices.size(1) / matrices.size(2)))
-                for parameter, direction in zip(batch, orthogonalize(matrices), strict=True):
+                for parameter, direction in zip(batch, equal_rows(orthogonalize(matrices)), strict=True):
                     whole = direction.view(parameter.shape)
                     step = from_whole(parameter, whole) if is_sharded(parameter) else whole
                     parameter.mul_(1 - lr * group["weight_decay"]).add_(step, alpha=-rate)
@@ -158,6 +160,19 @@ def orthogonalize(matrices: torch.Tensor) -> torch.Tensor:
         factor = _polynomial(square, *coefficients)
         product = factor @ product
     return multiplied(product)
+
+
+def equal_rows(matrices: torch.Tensor) -> torch.Tensor:
+    """Return matrices, of shape (batch, rows, columns), with rows of one norm, of those that need at most be doubled.
+
+    >>> equal_rows(torch.tensor([[[4.0, 0.0], [0.0, 2.0], [0.0, 0.1]]])).norm(dim=2).mul(100).round()
+    tensor([[258., 258.,  20.]])
+    """
+    norms = torch.linalg.vector_norm(matrices, dim=2, keepdim=True, dtype=torch.float32)
+    norm = norms.square().mean(1, keepdim=True).sqrt()
+    least = (norm / _MAX_ROW_FACTOR).clamp(min=_MIN_NORM)
+    factors: torch.Tensor = norm / norms.maximum(least)
+    return matrices * factors.to(matrices.dtype)
 
 
 def _polynomial(square: torch.Tensor, a: float, b: float, c: float) -> torch.Tensor:

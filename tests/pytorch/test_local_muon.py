@@ -17,6 +17,7 @@ from torch import nn
 from mpicomp.errors import ConfigurationError, DisagreementError
 from mpicomp.mpi import LocalWorld
 from mpicomp.torch import LocalMuon, Muon
+from mpicomp.torch.muon import orthogonalize
 
 
 @pytest.fixture
@@ -63,7 +64,7 @@ class ByHand:
             value, momentum = self.values[name], self.momenta[name]
             if name in self.matrices:
                 momentum += 0.1 * (gradient - momentum)
-                update = self.orthogonal(0.1 * gradient + 0.9 * momentum)
+                update = self.equal_rows(self.orthogonal(0.1 * gradient + 0.9 * momentum))
                 rows, columns = update.shape
                 value *= 1 - scale * self.lr * self.decay
                 value -= scale * self.lr * max(1, rows / columns) ** 0.5 * update
@@ -81,6 +82,12 @@ class ByHand:
         for a, b, c in ((6.9689, -18.2638, 12.1666), (3.0804, -2.6739, 0.6168), (3.0007, -3.3543, 1.184)):
             values = a * values + b * values**3 + c * values**5
         return left * values @ right
+
+    @staticmethod
+    def equal_rows(matrix):
+        norms = np.array([math.hypot(*row) for row in matrix])
+        mean = math.sqrt((norms**2).mean())
+        return np.array([row * min(mean / norm, 2) for row, norm in zip(matrix, norms, strict=True)])
 
     @property
     def flat(self):
@@ -151,24 +158,35 @@ def conditioned(shape, least):
 @pytest.mark.parametrize("shape", [(8, 5), (5, 8), (16, 16), (12, 40), (100, 30), (96, 96)], ids=str)
 @pytest.mark.parametrize("least", [0.05, 1e-4])
 @pytest.mark.parametrize(("products", "tolerance"), [("float32", 1e-5), ("bfloat16", 0.04)])
-def test_update_has_the_singular_vectors_of_the_momentum(shape, least, products, tolerance, monkeypatch):
+def test_orthogonal_matrix_has_the_same_singular_vectors(shape, least, products, tolerance, monkeypatch):
     """Two equal matrices and one of a hundred thousandth; singular values of at least 0.05 end at 0.7 to 1.2."""
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: products == "bfloat16", raising=False)
     matrix = conditioned(shape, least)
-    parameters = [nn.Parameter(torch.zeros(shape)) for _ in range(3)]
-    for parameter, scale in zip(parameters, (1.0, 1.0, 1e-5), strict=True):
-        parameter.grad = (scale * matrix).float()
-    Muon(parameters, lr=1.0, weight_decay=0.0, momentum=0.0).step()
-    expected = torch.from_numpy(-ByHand.orthogonal(matrix.numpy()) * max(1, shape[0] / shape[1]) ** 0.5)
+    expected = torch.from_numpy(ByHand.orthogonal(matrix.numpy()))
     left, values, right = torch.linalg.svd(matrix, full_matrices=False)
     large = values >= 0.05
-    for parameter in parameters:
-        made = parameter.detach().double()
+    for made in orthogonalize(torch.stack([scale * matrix for scale in (1.0, 1.0, 1e-5)]).float()).double():
         error = left.T[large] @ (made - expected) @ right.T[:, large]
         assert error.norm() < tolerance * expected.norm()
-        of_vectors = -(left.T @ made @ right.T).diagonal() / max(1, shape[0] / shape[1]) ** 0.5
+        of_vectors = (left.T @ made @ right.T).diagonal()
         assert of_vectors[large].min() > 0.7 - tolerance
         assert of_vectors.max() < 1.2 + tolerance
+
+
+def test_rows_have_one_norm_and_fade_without_gradients():
+    """Row 0 has no more gradients after the first step: its updates shrink with its momentum, others do not."""
+    parameter = nn.Parameter(torch.zeros(60, 30, dtype=torch.float64))
+    optimizer = Muon([parameter], lr=1.0, weight_decay=0.0, momentum=0.5)
+    norms = []
+    for step in range(12):
+        parameter.grad = torch.randn(60, 30, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+        parameter.grad[0] *= step == 0
+        before = parameter.detach().clone()
+        optimizer.step()
+        norms.append((parameter.detach() - before).norm(dim=1))
+    others = torch.stack(norms)[:, 1:]
+    assert (others.std(dim=1) < 0.02 * others.mean(dim=1)).all()
+    assert norms[-1][0] < 0.02 * norms[0][0]
 
 
 class Tied(nn.Module):
