@@ -45,7 +45,6 @@ class Memory:
     """Receives the next sum."""
     residual: Accumulated | None
     """Its memory holds the residual; None without feedback."""
-    decayed: NDArray[np.floating]
     velocity: NDArray[np.floating]
     next_velocity: NDArray[np.floating]
     residual_is_zero: bool = True
@@ -70,7 +69,7 @@ class Bucket(Arrays):
 
     Two flat arrays trade places under error feedback: one holds the residual, the other receives the accumulated
     gradient, which becomes the next residual, while a mean is written to the former residual's memory. An undone step
-    does not change a bit of the residual. ``decay`` multiplies the residual when it is added.
+    does not change a bit of the residual. ``decay`` multiplies the residual of a step that counts.
 
     With ``holds_gradients``, gradients may lie where the sum is made (`gradient`), and the two arrays keep their
     places: the next residual is copied, and a mean is written over the gradients.
@@ -104,7 +103,6 @@ class Bucket(Arrays):
         self._flat = Memory(
             self._receiver(self.device.zeros(length, self.dtype)),
             self._receiver(self.device.zeros(length, self.dtype)) if self.feedback else None,
-            self.device.zeros(length if self.feedback and self.decay != 1 else 0, self.dtype),
             self.device.zeros(moving, self.dtype),
             self.device.zeros(moving, self.dtype),
         )
@@ -131,9 +129,6 @@ class Bucket(Arrays):
         residual = None
         if flat.residual is not None and not flat.residual_is_zero:
             residual = flat.residual.whole
-            if self.decay != 1:
-                with self.device.active():
-                    residual = np.multiply(residual, self.dtype.type(self.decay), out=flat.decayed[: self.numel])
         velocity = None
         if self.entry.momentum:
             velocity = Velocity(flat.velocity, flat.next_velocity, self.entry.momentum, self.entry.nesterov)
@@ -218,18 +213,20 @@ class Bucket(Arrays):
             return self._flat.sum.energy
 
     def commit(self, result: Result, finite: bool) -> Any:
-        """Make the finite elements of ``accumulated - sent`` the residual, and return the mean's array."""
+        """Make the finite elements of ``accumulated - sent``, decayed, the residual, and return the mean's array."""
         later = self.feedback and finite and result.subtracts and callable(result.mean)
         self.keep(result.sent, finite, later)
-        if not callable(result.mean):
-            return result.mean
-        out = self._flat.sum.whole
-        if later:
-            assert self._flat.residual is not None
-            result.mean(out, result.sent, self._flat.residual.whole)
-        else:
-            result.mean(out)
-        return out
+        mean, flat = result.mean, self._flat
+        if callable(mean):
+            write, mean = mean, flat.sum.whole
+            if later:
+                assert flat.residual is not None
+                write(mean, result.sent, flat.residual.whole)
+            else:
+                write(mean)
+        if self.decay != 1 and flat.residual is not None and not flat.residual_is_zero:
+            np.multiply(flat.residual.whole, self.dtype.type(self.decay), out=flat.residual.whole)
+        return mean
 
     def keep(self, sent: NDArray[np.floating] | Selection, finite: bool, later: bool = False) -> None:
         """Make the finite elements of ``accumulated - sent`` the residual; see `Result`.

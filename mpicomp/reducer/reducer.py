@@ -123,7 +123,7 @@ class Reducer:
     threads : int
         Number of threads of this rank that share a sweep over a large array.
     feedback_decay : float
-        Factor in (0, 1] of a residual when it is added to the next gradient: elements that are never sent fade.
+        Factor in (0, 1] of the residual that a step leaves for the next one: elements that are never sent fade.
     on_failure : {"abort", "shrink"} or callable
         With ``"shrink"`` the other ranks continue if a rank dies in `reduce`: from that step on the mean is theirs. In
         each step the ranks agree whether all of them apply it. They continue as if they were restarted from their

@@ -323,11 +323,11 @@ class Episode:
         self._check_law(gradients, before, after, means)
 
     def _check_law(self, gradients, before, after, means):
-        """Check that gradient + residual before is ranks x mean + residual after, summed over ranks."""
+        """Check that gradient + residual before is ranks x mean + residual after, undecayed, summed over ranks."""
         decay = self.settings.get("feedback_decay", 1.0)
         if not gradients:
             return
-        put_in = [gradients[name].astype(np.float64) + decay * before[name] - after[name] for name in gradients]
+        put_in = [gradients[name].astype(np.float64) + before[name] - after[name] / decay for name in gradients]
         parts = ([gradients[name], before[name], after[name]] for name in gradients)
         largest = [max(float(np.abs(item).max(initial=0)) for item in part) for part in parts]
         local, sizes = np.concatenate([array.reshape(-1) for array in put_in]), np.array(largest)

@@ -131,13 +131,13 @@ def test_local_muon_by_hand(size, every):
                     group["lr"] = 3e-3 * 0.9 ** (step + 1)
         if (step + 1) % every == 0:
             changes = np.array([of_rank.flat - shared for of_rank in plain])
-            accumulated = changes + 0.9 * residuals
+            accumulated = changes + residuals
             sent = np.abs(accumulated).mean(axis=1, keepdims=True) * np.sign(accumulated)
             moved = (ranks.values()[0] - shared) / np.sqrt(size)
             np.testing.assert_allclose(
-                size * moved + np.sum(ranks.residuals(), axis=0), accumulated.sum(axis=0), atol=1e-6
+                np.sum(ranks.residuals(), axis=0), 0.9 * (accumulated.sum(axis=0) - size * moved), atol=1e-6
             )
-            residuals = accumulated - sent
+            residuals = 0.9 * (accumulated - sent)
             np.testing.assert_allclose(ranks.residuals(), residuals, rtol=1e-4, atol=1e-6)
             shared = shared + np.sqrt(size) * sent.mean(axis=0)
             for of_rank in plain:

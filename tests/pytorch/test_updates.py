@@ -44,7 +44,7 @@ def test_shared_parameters_move_by_the_mean_change(base, by_hand, every):
 @pytest.mark.parametrize("decay", [1.0, 0.9])
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_nothing_is_lost(size, decay):
-    """Over all ranks: change + decay x residual = what the shared parameters moved by, and the residual after."""
+    """Over all ranks: residual after = decay x (change + residual before - what the shared parameters moved by)."""
     ranks, plain = Updates(size, compressor="topk", feedback_decay=decay, sync_every=2), ByHand(size)
     before = np.zeros(plain.shared.size)
     for number in range(8):
@@ -52,8 +52,8 @@ def test_nothing_is_lost(size, decay):
         plain.step(number)
         if number % 2:
             after, moved = np.sum(ranks.residuals(), axis=0), ranks.values()[0] - plain.shared
-            expected = np.sum(plain.changes(), axis=0) + decay * before
-            np.testing.assert_allclose(size * moved + after, expected, atol=1e-12)
+            left = np.sum(plain.changes(), axis=0) + before - size * moved
+            np.testing.assert_allclose(after, decay * left, atol=1e-12)
             assert np.abs(after).max() > 1e-3
             before = after
             plain.set_all(ranks.values()[0])

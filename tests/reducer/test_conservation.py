@@ -114,7 +114,7 @@ def test_step_without_feedback_keeps_nothing(compressor, feedback):
 )
 @pytest.mark.parametrize("decay", [0.95, 0.5])
 def test_residuals_with_decay_follow_the_decayed_law(compressor, collective, decay):
-    """gradient + decay x residual before == ranks x mean + residual after; a step that is undone decays nothing."""
+    """Residual after == decay x (gradient + residual before - ranks x mean); a step that is undone decays nothing."""
     chosen = {"id": "dense", "wire": "bf16"} if compressor == "dense" else compressor
     all_ranks = Ranks(3, chosen, collective, feedback=True, feedback_decay=decay, nonfinite="skip")
     rng = np.random.default_rng(1)
@@ -128,8 +128,8 @@ def test_residuals_with_decay_follow_the_decayed_law(compressor, collective, dec
             continue
         means = all_ranks.reduce(gradients)
         after = all_ranks.residual_sum("w")
-        left = sum(wide(gradient["w"]) for gradient in gradients) + decay * before
-        np.testing.assert_allclose(3 * wide(means[0]["w"]) + after, left, atol=2e-5)
+        left = sum(wide(gradient["w"]) for gradient in gradients) + before - 3 * wide(means[0]["w"])
+        np.testing.assert_allclose(after, decay * left, atol=2e-5)
         assert np.abs(after).max() > 0
         before = after
 
