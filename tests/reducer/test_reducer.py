@@ -248,11 +248,13 @@ def test_no_allocation_in_the_steady_state(compressor, collective, dtype, stride
 def test_bucket_keeps_two_arrays_and_messages(compressor, collective, most):
     """In copies of the gradient: the sum, the residual, and the mean where it cannot wait for the residual's memory."""
     ranks, numel, steps = 4, 100_000, 8
+    settings = {"feedback_decay": 0.9} if compressor.feedback else {}
     rng = np.random.default_rng(0)
     gradients = [{"w": rng.normal(size=numel).astype(np.float32)} for _ in range(ranks)]
     tracemalloc.start()
     try:
-        world = Ranks(ranks, compressor, collective, warmup=2 if compressor.can_fall_back_to_dense else 0)
+        warmup = 2 if compressor.can_fall_back_to_dense else 0
+        world = Ranks(ranks, compressor, collective, warmup=warmup, **settings)
         for _ in range(steps):
             world.reduce(gradients)
         held = sum(
