@@ -48,8 +48,8 @@ _PENALTY_SPREAD = 0.18, 0.07
 _MAX_PENALTY = 0.9  # a larger one counts as this
 _SMALL_PENALTY_SPREAD = 0.04, 0.04  # of those below 0.05
 # Steps of LocalMuon to the quality of dense AdamW, over its steps, by steps between exchanges, with the least and the
-# most. Of every ten: `text-gpt` after 120 steps (docs/results.md) and 1,000 (docs/updates.md); the most is nanoGPT's.
-# Every two are between dense Muon's and every ten; every 40 ended a training of 1,000 as far as AdamW after 950.
+# most. Every ten: `text-gpt` after 120 steps (docs/results.md) and 1,000 (docs/updates.md); the most is nanoGPT's, with
+# the settings before. Every two: between dense Muon (0.42) and every ten. Every 40: about 950 steps to AdamW's 1,000.
 _MUON_STEPS = {2: (0.5, 0.42, 0.74), 10: (0.6, 0.55, 0.93), 40: (0.95, 0.7, 1.3)}
 
 
